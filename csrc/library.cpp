@@ -211,6 +211,7 @@ TORCH_LIBRARY(torchq, m) {
   m.def("_select_isa(str isa) -> str", &torchq::select_isa);
   m.def("_isa() -> str", []() { return std::string(torchq::kernels().isa); });
   m.def("_supported_isas() -> str[]", &torchq::supported_isas);
+  m.def("_cpu() -> str", &torchq::cpu_name);
   m.def("_last_kernel() -> str", &torchq::last_kernel);
   m.def("_scratch_bytes() -> int", &torchq::scratch_bytes);
   m.def("_idle_bytes() -> int", &torchq::idle_bytes);

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """torchq: exact, fast int8 inference on CPUs for PyTorch."""
 
+import contextlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from torchq import eager, functional, nn, observers, ops, packing, saturation
@@ -50,6 +52,10 @@ else:
 
         return TorchqConfig
 
+
+if "transformers" in sys.modules:  # registers TorchqConfig, which folders of int8 models need
+    with contextlib.suppress(ImportError):  # of another version; TorchqConfig says which fit
+        import torchq.integrations.transformers  # noqa: F401
 
 __version__ = "0.1.0"
 

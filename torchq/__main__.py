@@ -16,22 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import torchq
-from torchq.analysis.timing import UNSTEADY, Speedup, crowded, measure
-from torchq.attributes.arguments import float_text
+from torchq.analysis.timing import crowded
+from torchq.commands.listing import add_inspect, inspect
 from torchq.commands.model import load_model
 from torchq.commands.quantize import add_quantize, quantize
 from torchq.migrate.source import find_uses
 from torchq.nn.inputs import split_inputs
-from torchq.nn.module import read_spec
 from torchq.ops import LIBRARY_PATH
 from torchq.runtime import library
 from torchq.runtime.cpus import usable_cpus
-from torchq.serialization import read_state
-from torchq.serialization.graph_text import GRAPH_KEY
-from torchq.serialization.report_text import REPORT_KEY, read_report
 
 _DESCRIPTION = """Quantizes, times and inspects models.
 
@@ -139,54 +134,7 @@ def bench(args: argparse.Namespace) -> int:
         with torch.inference_mode():
             traced: Any = torch.jit.trace(qmodel, positional)  # type: ignore[no-untyped-call]
             models["int8, frozen TorchScript"] = torch.jit.freeze(traced)
-    times = measure(models, data[0])
-    speedups = {name: Speedup.of(times["float"], each) for name, each in times.items()}
-    note = crowded()
-    if not note and not all(speedup.is_steady for speedup in speedups.values()):
-        note = UNSTEADY
-    for name, each in times.items():
-        print(f"{name:26}{each}  {'' if note else speedups[name]}".rstrip())
-    if note:
-        print(f"no speedup: {note}")
-    return 0
-
-
-def add_inspect(parser: argparse.ArgumentParser) -> None:
-    """Return the file."""
-    parser.add_argument("file", help="written by torchq.save")
-    add_json(parser)
-
-
-def inspect(args: argparse.Namespace) -> int:
-    """List the modules of a saved model: what they are and the tensors they hold."""
-    state = read_state(Path(args.file))
-    report = state.pop(REPORT_KEY, None)
-    total = sum(value.numel() * value.element_size() for value in state.values())
-    holders: dict[str, dict[str, Tensor]] = {}
-    for key, value in state.items():
-        holder, _, name = key.rpartition(".")
-        if name != GRAPH_KEY:
-            holders.setdefault(holder, {})[name] = value
-    specs = {
-        holder: read_spec(tensors.pop("spec")) if "spec" in tensors else {"class": "float"}
-        for holder, tensors in holders.items()
-    }
-    if args.json:
-        told = {} if report is None else read_report(report)
-        rows = [asdict(row) for row in told.get("torchq_report", ())]
-        modules = {
-            holder: {"spec": specs[holder], "tensors": {k: _form(v) for k, v in tensors.items()}}
-            for holder, tensors in holders.items()
-        }
-        print(json.dumps({"modules": modules, "explain": rows, "bytes": total}, indent=1))
-        return 0
-    for holder, tensors in holders.items():
-        fields = " ".join(f"{k}={v}" for k, v in specs[holder].items() if k != "class")
-        print(f"{holder or '(the model)'}: {specs[holder]['class']} {fields}".rstrip())
-        for name, value in tensors.items():
-            form = _form(value)
-            print(f"    {name:18}{form['dtype']:8}{form['shape']}{_few(value)}")
-    print(f"{len(holders)} modules, {total / 1e6:.3f} MB")
+    print(torchq.milliseconds(models, data[0]))
     return 0
 
 
@@ -207,19 +155,13 @@ def migrate(args: argparse.Namespace) -> int:
     for use in uses:
         print(use)
     files = len({use.file for use in uses})
-    print(f"{len(uses)} places in {files} files; nothing was changed")
+    count = f"{_counted(len(uses), 'place')} in {_counted(files, 'file')}; nothing was changed"
+    print(count if uses else "nothing of torch.ao's quantization is used there")
     return 0
 
 
-def _form(value: Tensor) -> dict[str, Any]:
-    return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
-
-
-def _few(value: Tensor) -> str:
-    if not 0 < value.numel() <= 4:
-        return ""
-    number = float_text if value.dtype == torch.float32 else str
-    return f"  [{', '.join(number(v) for v in value.flatten().tolist())}]"
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 Setup = Callable[[argparse.ArgumentParser], None]
@@ -228,7 +170,7 @@ COMMANDS: dict[str, tuple[str, Setup, Callable[[argparse.Namespace], int]]] = {
     "quantize": ("quantize a model and write it", add_quantize, quantize),
     "analyze": ("quantize a model and say what happened to every layer", add_analyze, analyze),
     "bench": ("time a model in float, in int8, and as frozen TorchScript", add_model, bench),
-    "inspect": ("list the modules of a saved model and their tensors", add_inspect, inspect),
+    "inspect": ("list the modules of a saved model, and what is float", add_inspect, inspect),
     "migrate": ("list calls of torch.ao and what to write instead", add_migrate, migrate),
 }
 

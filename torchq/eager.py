@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from torchq.convert.api import calibrate, converted_model, prepared_model
+from torchq.convert.unseen import warn_of_data
 from torchq.nn.inputs import Inputs
 from torchq.quantization.config import Overrides, QConfig
 
@@ -48,7 +49,9 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
             something stays float.
         ValueError: ``prepared`` has no observers, or a weight cannot be quantized.
     """
-    return converted_model(prepared, strict, every_leaf=True)
+    result = converted_model(prepared, strict, every_leaf=True)
+    warn_of_data("eager.convert", prepared)
+    return result
 
 
 def quantize(

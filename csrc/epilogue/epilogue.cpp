@@ -47,7 +47,6 @@ bool is_uniform(const float* x, int64_t n) {
 }
 
 using Sizes = c10::SmallVector<int64_t, 5>;
-constexpr int64_t kMaxChannels = std::numeric_limits<int32_t>::max() - 64;
 constexpr int64_t kMaskBits = 31;  // of an int; torch's tensors have up to 64 dimensions
 
 }  // namespace

@@ -172,8 +172,8 @@ Folded fold_with(const Problem& p, const PerChannel& dst_scale, const Start& sta
 
 Problem make_problem(const char* op, int64_t channels, int64_t dst_dtype, c10::string_view post_ops,
                      at::TensorList values) {
-  TORCH_CHECK_VALUE(channels >= 0, "torchq.", op, ": channels must not be negative, got ", channels,
-                    ".");
+  TORCH_CHECK_VALUE(channels >= 0 && channels <= kMaxChannels, "torchq.", op,
+                    ": channels must lie in [0, ", kMaxChannels, "], got ", channels, ".");
   return {op, channels, dst_dtype_of(op, dst_dtype),
           parse_post_ops(op, {post_ops.data(), post_ops.size()}), values};
 }

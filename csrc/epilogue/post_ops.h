@@ -22,12 +22,16 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
 
+#include <limits>
 #include <optional>
 #include <string_view>
 
 #include "kernels/table.h"
 
 namespace torchq {
+
+/// Kernels count the channels of a result in 32 bits.
+constexpr int64_t kMaxChannels = std::numeric_limits<int32_t>::max() - 64;
 
 struct PostOp {
   enum Kind { kSum, kEltwise, kBinary };

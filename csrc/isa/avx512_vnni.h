@@ -3,11 +3,10 @@
 #pragma once
 
 #include "isa/avx512.h"
-#include "kernels/cpu_tuning.h"
 
 namespace {
 
-struct Avx512Vnni : Avx512, VnniTuning {
+struct Avx512Vnni : Avx512 {
   static constexpr const char* kName = "avx512_vnni";
   /// With their addresses 10 fit the general registers. With 12, tiles of one panel take 0.95 of
   /// the time nevertheless, those of two 1.08; measured on Emerald Rapids.

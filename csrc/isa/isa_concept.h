@@ -170,18 +170,7 @@ concept HasConstants = requires {
   requires T::kDepthwisePixels >= 1;  // destinations of a pass
   requires T::kStoredPanels * 16 == T::kByteLanes;
   requires T::kName[0] != '\0';
-} && (!T::kPrefetches || requires(int8_t* s) {
-                         T::prefetch(s), T::prefetch_l2(s);
-                         { T::prefetch_distance() } -> Is<int64_t>;  // bytes; 0: none
-                         { T::gains_from_l1() } -> Is<bool>;
-                         { T::gains_from_streams() } -> Is<bool>;
-                         { T::gains_from_one_stream() } -> Is<bool>;
-                         {
-                           T::pipelined_bytes()
-                         } -> Is<int64_t>;  // largest weights of pipelined tiles
-                         { T::rnn_pipelined_bytes() } -> Is<int64_t>;
-                         { T::rnn_pipelined_quads() } -> Is<int64_t>;
-                       });
+} && (!T::kPrefetches || requires(int8_t* s) { T::prefetch(s), T::prefetch_l2(s); });
 
 template <class T>
 concept Isa = HasConstants<T> && HasLanes<T> && HasConversions<T> && HasPanels<T> && HasDots<T> &&

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // All numbers that depend on a CPU, with their unit and where they were measured; tile sizes stay
-// with their kernels. Those without a machine follow from 32 KB of L1 and 1 MB of L2. To tune for a
-// new CPU, change this file alone.
+// with their kernels. What differs between cores stands in rows (CpuTuning), one for each of them.
+// Those without a machine follow from 32 KB of L1 and 1 MB of L2. To tune for a new CPU, change
+// this file alone.
 #pragma once
 
 #include <stdint.h>
@@ -50,6 +51,9 @@ constexpr int64_t kStreamedMinBytes = 64 * 1024;
 /// that prefetch; Zen 4 takes 1.3 times as long with one. Of larger layers some weights come from
 /// memory, and fewer streams are slower.
 constexpr int64_t kStreamedL2Bytes = int64_t{1} << 20, kStreamedL3Bytes = int64_t{6} << 20;
+/// Streams of weights for one to four rows. Few streams out of L3: how many for one or two rows,
+/// and for more, and the distance in bytes at which each prefetches.
+constexpr int kStreams = 3, kFewStreams[] = {1, 2}, kFewStreamsDistance[] = {8192, 2048};
 /// Beyond L2 tiles of three panels save a pass with 9 to 16 rows (`takes_three_panels`).
 constexpr int64_t kThreePanelBytes = int64_t{1} << 20;
 /// Beyond L2 even after a call of the same layer. One tile of a matrix unit's rows does not
@@ -77,6 +81,14 @@ constexpr int64_t kMinPrefetchedTableBytes = 1024 * 1024, kRowPrefetchDistance =
 constexpr int64_t kSplitBeforeClipped = 16, kSplitBeforeWidened = 64;
 /// Work of a sum's epilogue in quads: for 4 rows x 4 panels it takes 38 cycles on Zen 4.
 constexpr int64_t kEndQuads = 2;
+/// With more regions of a convolution than this, or fewer rows in each, a copy with padding is
+/// faster.
+constexpr int64_t kMaxRegions = 64, kMinRowsPerRegion = 3;
+/// A recurrent layer of batch 1 gains from multiplying later inputs among the products of a step if
+/// it has at least a quarter as many inputs as units and at most eight times as many. Zen 4: an
+/// LSTM of 256 units takes 1.03 of the time with 40 inputs, 0.90 with 512, 0.98 with 2048; one of
+/// 160 units 1.02 with 4096.
+constexpr int64_t kMinInputsOfUnits = 4, kMaxInputsPerUnit = 8;
 /// Fixed cost of a region in VPDPBUSD: 80 ns on Zen 5.
 constexpr double kRegionProducts = 400;
 /// Fewer rows are bound by weight bandwidth, and faster without a matrix unit.
@@ -132,38 +144,37 @@ constexpr int kMostSpins = 20'000;
 
 }  // namespace torchq::tuning
 
-#if defined(__x86_64__)
-namespace {
+namespace torchq {
 
-/// Choices for CPUs with AVX-512 and VNNI. Measured on Zen 4, Zen 5 and Emerald Rapids.
-struct VnniTuning {
-  static bool is_zen() { return __builtin_cpu_is("amd"); }
-  static bool is_zen5() { return is_zen() && __builtin_cpu_supports("avx512vp2intersect"); }
-  /// Distance in bytes at which a tile prefetches its own weights. Emerald Rapids, 512 against 0:
-  /// 1.05 to 1.13x faster from L2 and L3 with 4 to 16 rows, 1.03 to 1.07x with 128 rows and more
-  /// while the core's other thread is busy, else equal. On Zen 4, 512 loses up to a quarter from
-  /// L3. There 3072 gains 5 to 10 % where 6 to 16 rows read 16 MB, nothing from L2, and costs 1 %
-  /// with four rows. Zen 5 prefetches the line that the tile reads next.
-  static int64_t prefetch_distance() {
-    return __builtin_cpu_is("intel") ? 512 : is_zen() && !is_zen5() ? 3072 : 0;
-  }
+/// What differs between cores. The rows are in runtime/cpu.cpp; those of tiers with AVX-512 and
+/// VNNI were measured on Zen 4, Zen 5 and Emerald Rapids. No row changes a result.
+struct CpuTuning {
+  const char* name;
+  /// Distance in bytes at which a tile prefetches its own weights; 0: it does not. Emerald Rapids,
+  /// 512 against 0: 1.05 to 1.13x faster from L2 and L3 with 4 to 16 rows, 1.03 to 1.07x with 128
+  /// rows and more while the core's other thread is busy, else equal. On Zen 4, 512 loses up to a
+  /// quarter from L3. There 3072 gains 5 to 10 % where 6 to 16 rows read 16 MB, nothing from L2,
+  /// and costs 1 % with four rows. Zen 5 prefetches the line that the tile reads next.
+  int64_t prefetch_distance;
   /// True where prefetching weights that stay in L1 pays.
-  static bool gains_from_l1() { return __builtin_cpu_is("intel"); }
-  /// True where few rows gain from streamed weights (gemm_streamed.h), and from a single stream out
-  /// of L3.
-  static bool gains_from_streams() { return is_zen(); }
-  static bool gains_from_one_stream() { return is_zen5(); }
+  bool gains_from_l1;
+  /// True where few rows gain from streamed weights (gemm_streamed.h), and from fewer streams that
+  /// prefetch, out of L3.
+  bool gains_from_streams, gains_from_few_streams;
   /// Largest weights of a pipelined tile (gemm_pipelined.h), in bytes: such tiles read them more
   /// often. 0 on Intel, where conversions and products share their execution ports.
-  static int64_t pipelined_bytes() { return is_zen() ? 128 * 1024 : 0; }
+  int64_t pipelined_bytes;
   /// The same for recurrent tiles (rnn_pipelined.h). Zen 5 multiplies twice as fast and waits for
   /// L2: with 64 KB it takes 1.05 of the time. Zen 4 takes 0.97 with 96 KB, the most that was
   /// measured.
-  static int64_t rnn_pipelined_bytes() { return is_zen5() ? 48 * 1024 : is_zen() ? 96 * 1024 : 0; }
+  int64_t rnn_pipelined_bytes;
   /// Fewest quads for which recurrent tiles gain from pipelining. Zen 5, with whole stages between
   /// products: 48 quads take 0.98 to 1.02 of the time, 32 quads 1.03 to 1.05.
-  static int64_t rnn_pipelined_quads() { return is_zen5() ? 56 : 0; }
+  int64_t rnn_pipelined_quads;
 };
 
-}  // namespace
-#endif
+/// The row of this CPU, or the one that TORCHQ_CPU names. It is chosen once, when the first op asks
+/// for kernels.
+extern const CpuTuning* cpu_tuning;
+
+}  // namespace torchq

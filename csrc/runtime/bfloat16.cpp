@@ -35,7 +35,10 @@ at::Tensor rounded(const at::Tensor& t) {
 namespace border {
 
 int find_dst_dtype(const char* op) {
-  return find_op(op).schema().argumentIndexWithName("dst_dtype").value_or(-1);
+  const c10::OperatorHandle handle = find_op(op);
+  const c10::FunctionSchema& schema = handle.schema();
+  if (schema.returns().size() != 1) return -1;
+  return schema.argumentIndexWithName("dst_dtype").value_or(-1);
 }
 
 void run_in_float32(const char* op, torch::jit::Stack& stack) {
@@ -44,8 +47,8 @@ void run_in_float32(const char* op, torch::jit::Stack& stack) {
   const bool one_result = schema.returns().size() == 1;
   const int at = find_dst_dtype(op);
   const bool follows = at < 0 || stack[at].isNone();
-  bool gives = follows && stack[0].isTensor() && is_half(stack[0].toTensor());
-  if (!follows && one_result && is_bfloat16(stack[at].toInt())) {
+  bool gives = follows && one_result && stack[0].isTensor() && is_half(stack[0].toTensor());
+  if (!follows && is_bfloat16(stack[at].toInt())) {
     stack[at] = static_cast<int64_t>(at::kFloat);
     gives = true;
   }
@@ -61,7 +64,11 @@ void run_in_float32(const char* op, torch::jit::Stack& stack) {
     }
   }
   handle.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
-  if (gives && one_result && !only_checks()) stack.back() = rounded(stack.back().toTensor());
+  if (gives && !only_checks()) stack.back() = rounded(stack.back().toTensor());
+}
+
+void refuse(const char* op, const TooLarge& error) {
+  TORCH_CHECK_VALUE(false, "torchq.", op, ": ", error.what());
 }
 
 }  // namespace border

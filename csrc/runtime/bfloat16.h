@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How every op takes and gives bfloat16, and refuses float16.
+// The border of every op: how it takes and gives bfloat16, and refuses float16 and sizes beyond 64
+// bits.
 #pragma once
 
 #include <ATen/core/boxing/impl/boxing.h>
@@ -7,6 +8,8 @@
 
 #include <optional>
 #include <utility>
+
+#include "runtime/sizes.h"
 
 namespace torchq {
 
@@ -45,11 +48,14 @@ bool is_bfloat16(const T&) {
 inline bool is_bfloat16(int64_t dtype) { return dtype == static_cast<int64_t>(at::kBFloat16); }
 inline bool is_bfloat16(std::optional<int64_t> dtype) { return dtype && is_bfloat16(*dtype); }
 
-/// Returns the position of `dst_dtype` in an op's schema, or -1.
+/// Returns the position of `dst_dtype` in the schema of an op with one result, or -1.
 int find_dst_dtype(const char* op);
 
 /// Runs the op on float32 in place of bfloat16, as Note [bfloat16] says.
 void run_in_float32(const char* op, torch::jit::Stack& stack);
+
+/// Raises ValueError.
+[[noreturn]] void refuse(const char* op, const TooLarge& error);
 
 /// The kernel of an op as the dispatcher sees it. Other dtypes cost it a look at each argument.
 template <auto* kKernel>
@@ -58,7 +64,7 @@ template <class Result, class... Args, Result (*kKernel)(Args...)>
 struct Border<kKernel> {
   static inline const char* name = nullptr;
 
-  static Result call(Args... args) {
+  static Result call(Args... args) try {
     static const int dst_dtype = find_dst_dtype(name);
     int i = 0;
     if (!((is_half(args) || (i++ == dst_dtype && is_bfloat16(args))) || ...)) [[likely]] {
@@ -67,12 +73,14 @@ struct Border<kKernel> {
     torch::jit::Stack stack = c10::impl::boxArgs<Args...>(args...);
     run_in_float32(name, stack);
     return c10::impl::PopResult<Result>::call(stack);
+  } catch (const TooLarge& error) {
+    refuse(name, error);
   }
 };
 
 }  // namespace border
 
-/// Registers a CPU kernel behind a border that handles bfloat16.
+/// Registers a CPU kernel behind its border.
 template <auto* kKernel>
 void implement(torch::Library& m, const char* op) {
   border::Border<kKernel>::name = op;

@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "kernels/amx/contract.h"
+#include "runtime/cpu.h"
 #include "runtime/verbose.h"
 
 namespace torchq {
@@ -60,6 +61,7 @@ constexpr bool kEmulated = false;
 /// Slowest first; the last supported one is the default.
 const std::vector<Tier>& tiers() {
   static const std::vector<Tier> all = [] {
+    choose_cpu_tuning();
     std::vector<Tier> list = {{&kReferenceKernels, true}};
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -133,6 +135,11 @@ std::vector<std::string> supported_isas() {
     if (tier.supported) names.emplace_back(tier.kernels->isa);
   }
   return names;
+}
+
+std::string cpu_name() {
+  tiers();
+  return cpu_tuning->name;
 }
 
 std::string select_isa(const std::string& isa) {

@@ -17,6 +17,9 @@ const Kernels& kernels();
 /// Tiers this CPU can run, slowest first.
 std::vector<std::string> supported_isas();
 
+/// The name of the row that kernels are tuned by, such as "zen4" (kernels/cpu_tuning.h).
+std::string cpu_name();
+
 /// Selects a tier for this thread ("" for the default) and returns what was selected before.
 /// Raises ValueError for a tier this CPU lacks.
 std::string select_isa(const std::string& isa);

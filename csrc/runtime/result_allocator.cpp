@@ -12,6 +12,8 @@
 #include <memory>
 #include <new>
 
+#include "runtime/sizes.h"
+
 namespace torchq {
 namespace {
 
@@ -145,10 +147,12 @@ constexpr c10::DispatchKeySet kCpu(c10::DispatchKey::CPU);
 }  // namespace
 
 at::Tensor empty_dst(c10::IntArrayRef sizes, at::ScalarType dtype) {
+  check_sizes(sizes, dtype);
   return at::detail::empty_generic(sizes, allocator(), kCpu, dtype, std::nullopt);
 }
 
 at::Tensor empty_dst(c10::IntArrayRef sizes, c10::IntArrayRef strides, at::ScalarType dtype) {
+  check_sizes(sizes, dtype);
   return at::detail::empty_strided_generic(sizes, strides, allocator(), kCpu, dtype);
 }
 

@@ -14,7 +14,8 @@ namespace torchq {
 // to kMostIdleBytes in all. A block serves one tensor at a time, from its allocation until its
 // storage dies.
 
-/// Returns a contiguous, uninitialized tensor, as at::detail::empty_cpu does.
+/// Returns a contiguous, uninitialized tensor, as at::detail::empty_cpu does; throws TooLarge where
+/// 64 bits cannot hold its sizes.
 at::Tensor empty_dst(c10::IntArrayRef sizes, at::ScalarType dtype);
 at::Tensor empty_dst(c10::IntArrayRef sizes, c10::IntArrayRef strides, at::ScalarType dtype);
 

@@ -127,9 +127,10 @@ ScratchFrame::~ScratchFrame() {
   a.leave();
 }
 
-void* ScratchFrame::take_bytes(size_t bytes) {
+void* ScratchFrame::take_bytes(int64_t bytes) {
   Arena& a = arena();
-  const size_t need = (bytes + kSlack + kAlignment - 1) / kAlignment * kAlignment;
+  const size_t need =
+      (static_cast<size_t>(bytes) + kSlack + kAlignment - 1) / kAlignment * kAlignment;
   while (a.block < a.blocks.size() && a.used + need > a.blocks[a.block]->size) {
     ++a.block;
     a.used = 0;

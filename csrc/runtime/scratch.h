@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "runtime/sizes.h"
+
 namespace torchq {
 
 /// Everything taken from a frame is released when it goes out of scope; frames of one thread nest.
@@ -17,14 +19,16 @@ class ScratchFrame {
   ScratchFrame(const ScratchFrame&) = delete;
   ScratchFrame& operator=(const ScratchFrame&) = delete;
 
-  /// `count` uninitialized values, aligned to 64 bytes, with 64 readable bytes behind them.
-  template <class T>
-  T* take(int64_t count) {
-    return static_cast<T*>(take_bytes(static_cast<size_t>(count) * sizeof(T)));
+  /// As many uninitialized values as the sizes' product, aligned to 64 bytes, with 64 readable
+  /// bytes behind them. Throws TooLarge where 64 bits cannot hold that.
+  template <class T, class... Sizes>
+  T* take(Sizes... sizes) {
+    const int64_t size = sizeof(T);
+    return static_cast<T*>(take_bytes(product_of({size, static_cast<int64_t>(sizes)...})));
   }
 
  private:
-  void* take_bytes(size_t bytes);
+  void* take_bytes(int64_t bytes);
   size_t block_, used_;
 };
 

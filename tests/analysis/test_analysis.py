@@ -254,7 +254,7 @@ class Recurrent(nn.Module):
 def test_measurements_take_the_graph(what: str) -> None:
     """Also where calls that cannot are errors; calls behind them do, too."""
     torch.manual_seed(0)
-    model, x = Recurrent().eval(), torch.randn(2, 3, 9)
+    model, x = Recurrent().eval(), torch.randn(4, 3, 9)
     prepared = torchq.calibrate(torchq.prepare(model, x), [x])
     qmodel = torchq.convert(prepared, strict=True)
     results = {

@@ -72,8 +72,8 @@ def test_analyze_then_inspect(
     assert html.read_text().startswith("<!doctype html>")
     assert main(["inspect", str(saved)]) == 0
     out = capsys.readouterr().out
-    assert "0: QConv2d" in out and "weight" in out
-    assert out.splitlines()[-1].endswith("MB")
+    assert re.search(r"^0 +QConv2d +836 +weight \[8, 3, 3, 3\], u8 -> u8", out, re.MULTILINE)
+    assert "2 of 2 layers run in int8" in out and out.splitlines()[-1].endswith("MB")
 
 
 def test_bench(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +96,8 @@ def test_bench_of_a_disturbed_run(
     monkeypatch.setattr(timing, "clock", lambda: next(ticks))
     assert main(["bench", model]) == 0
     out = capsys.readouterr().out
-    assert "no speedup: " in out and not re.search(r"\dx", out)
+    assert "run again on an idle machine" in out and not re.search(r"  \d+\.\dx as", out)
+    assert re.search(r"(at least|at most|x to) [\d.]+x as fast as float", out)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_bench_of_a_disturbed_run(
         (["bench", "no.module:f"], "MODEL must be file.py:function or module:function, got"),
         (["inspect", __file__], "path must be a file written by torchq.save, got"),
         (["bench", "missing.py:make"], "must name a file that exists, got 'missing.py'"),
-        (["inspect", "missing.torchq"], "missing.torchq does not exist"),
+        (["inspect", "missing.torchq"], "got 'missing.torchq', which does not exist"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -119,7 +120,7 @@ def test_mistakes_are_one_line(
 
 def test_a_function_must_return_a_model(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", model.replace("make", "wrong")]) == 2
-    assert "which gave int" in capsys.readouterr().err
+    assert "which returns a value of type int" in capsys.readouterr().err
     assert main(["bench", model.replace("make", "absent")]) == 2
     assert "which is no function" in capsys.readouterr().err
     assert main(["bench", model.replace("make", "empty")]) == 2

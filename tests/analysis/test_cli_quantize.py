@@ -126,7 +126,7 @@ def test_models_of_torchao(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     "options,message",
     [
         (["nothing", "-o", "{}/out"], "MODEL must be file.py:function, got 'nothing'"),
-        (["{}/definition.py:number", "-o", "{}/out"], "which gave tuple"),
+        (["{}/definition.py:number", "-o", "{}/out"], "which returns a tuple of 2: int, int"),
         (["{}/definition.py:batches", "-o", "{}/missing/out"], "in a folder that exists"),
         (["{}/definition.py:batches", "-o", "{}"], "OUT must be a file, got the folder"),
         (["{}/definition.py:batches", "-o", "{}/out", "--data", "x"], "--data must be left out"),

@@ -107,6 +107,9 @@ Known differences that are not drawn, each with its reason and test:
 - An int32 bias joins the accumulators, where oneDNN 3 adds it in real units: a bias quantized with
   the sums' scale is what int32 biases are made for
   (`test_conformance.py::test_an_int32_bias_is_in_accumulator_units`).
+- A float32 destination of a static recurrent layer is the hidden state before it is rounded, which
+  oneDNN rounds and dequantizes: half a step at most, and the states between steps agree
+  (`test_rnn_attr.py::test_a_float_destination_is_the_state_before_it_is_rounded`).
 - A sum behind an eltwise: oneDNN 3.2 takes it and ignores it
   (`test_conformance.py::test_a_sum_behind_an_eltwise_of_onednn_is_left_out`).
 - Binary post-ops of a channels-last resampling: oneDNN 3.2 reads their operands at other places

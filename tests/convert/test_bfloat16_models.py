@@ -70,11 +70,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[Any]]] = {
     "gru": (lambda: Recurrent(nn.GRU), IDS),
 }
 DYNAMIC = torchq.QConfig(dynamic=True)
+RECIPES = {recipe: torchq.QConfig(recipe=recipe) for recipe in ("accurate", "best")}
+INT4 = torchq.QConfig(dynamic=True, weight_bits=4, recipe="best", embedding_bits=4)
 FLOWS: dict[str, Callable[[nn.Module, list[Any]], nn.Module]] = {
     "quantize": lambda m, data: torchq.quantize(m, data, strict=True),
     "dynamic": lambda m, data: torchq.quantize(m, None, data[0], DYNAMIC),
     "eager": lambda m, data: torchq.eager.quantize(m, data, data[0]),
     "quantize_dynamic": lambda m, data: torchq.quantize_dynamic(m),
+    "accurate": lambda m, data: torchq.quantize(m, data, config=RECIPES["accurate"]),
+    "best": lambda m, data: torchq.quantize(m, data, config=RECIPES["best"]),
 }
 
 
@@ -108,8 +112,10 @@ LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 }
 
 
-# convolutions have a dynamic form where they are asked for: test_dynamic_convolutions
-TWINS = [(name, flow) for name in LAYERS for flow in FLOWS if flow != "dynamic" or name == "linear"]
+# Convolutions have a dynamic form where they are asked for: test_dynamic_convolutions. Recipes
+# multiply a source in its own dtype by factors.
+TWINS = [(name, flow) for name in LAYERS for flow in ("quantize", "eager")]
+TWINS += [("linear", flow) for flow in ("dynamic", "quantize_dynamic")]
 
 
 @pytest.mark.parametrize(("name", "flow"), TWINS)
@@ -280,3 +286,28 @@ def test_tools(tmp_path: Path) -> None:
     assert torchq.sensitivity(model, IMAGES, IMAGES[0], progress=False)
     with pytest.raises(NotImplementedError, match=r"gives bfloat16: quantize model.float\(\)"):
         torchq.to_onnx(converted, tmp_path / "model.onnx", IMAGES[0])
+
+
+def test_tables_and_4_bits_with_a_recipe(tmp_path: Path) -> None:
+    model = Recurrent(nn.LSTM).eval().to(BF16)
+    converted = torchq.quantize(model, IDS, config=INT4)
+    close(model(IDS[0]), converted(IDS[0]), 12)
+    torchq.save(converted, tmp_path / "file")
+    assert torch.equal(torchq.load(tmp_path / "file", model)(IDS[0]), converted(IDS[0]))
+
+
+def test_training_and_choosing() -> None:
+    """They take data and models in bfloat16, and training keeps that dtype."""
+    model = nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 10)).eval().to(BF16)
+    data = [torch.randn(6, 24).to(BF16) for _ in range(3)]
+
+    def agreement(other: nn.Module) -> float:
+        return min(float(torchq.sqnr(model(data[0]), other(data[0]))), 99.0)
+
+    assert torchq.tune(model, data, agreement, 60.0).trials
+    assert len(torchq.sensitivity(model, data, data[0])) == 2
+    qat = torchq.prepare_qat(model, data[0], learn_scales=True)
+    with torch.enable_grad():
+        qat(data[0]).float().sum().backward()
+    assert {p.dtype for p in qat.parameters() if p.dim() > 1} == {BF16}
+    close(qat.eval()(data[0]), torchq.convert(qat)(data[0]))

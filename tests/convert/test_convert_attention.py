@@ -156,6 +156,7 @@ class Spelled(Fused):
         super().__init__()
         self.weigh, self.norm, self.drop = weigh, nn.Softmax(dim=-1), nn.Dropout(0.1)
         self.register_buffer("tri", torch.ones(32, 32).tril().bool())
+        self.register_buffer("slopes", torch.randn(4, 32))
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, memory: Tensor | None = None
@@ -191,6 +192,18 @@ SPELLED = {
     ).softmax(3),
     "float": lambda m, q, k, mask: ((q @ k.mT).float() / 3 + mask.float()).softmax(-1).type_as(q),
     "einsum": lambda m, q, k, mask: torch.einsum("bhid,bhjd->bhij", q, k).mul(0.3).softmax(-1),
+    "scaled_mask": lambda m, q, k, mask: ((q @ k.mT + mask) * 0.3).softmax(-1),
+    "fill_and_bias": lambda m, q, k, mask: ((q @ k.mT).masked_fill(mask < -1, -1e9) + mask).softmax(
+        -1
+    ),
+    "subtracted": lambda m, q, k, mask: (q @ k.mT * 0.3 - mask.abs()).softmax(-1),
+    "bias_first": lambda m, q, k, mask: (mask.clamp(-1, 1) * 2 + q @ k.mT / 3).softmax(-1),
+    "sliced": lambda m, q, k, mask: (
+        q @ k.mT / 3 + m.slopes[:, : q.size(2), None] * m.slopes[:, None, : k.size(2)]
+    ).softmax(-1),
+    "flat_heads": lambda m, q, k, mask: (
+        torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT).view(*q.shape[:3], -1) * 0.3 + mask
+    ).softmax(-1),
 }
 
 
@@ -222,13 +235,9 @@ def why_whole(why: dict[str, str]) -> str:
 
 
 UNLIKE = {
-    "scaled_mask": lambda m, q, k, mask: ((q @ k.mT + mask) * 0.3).softmax(-1),
     "other_dim": lambda m, q, k, mask: (q @ k.mT * 0.3).softmax(-2),
     "negative": lambda m, q, k, mask: (q @ k.mT * -0.3).softmax(-1),
     "small_fill": lambda m, q, k, mask: (q @ k.mT).masked_fill(mask < 0, -2.0).softmax(-1),
-    "fill_and_bias": lambda m, q, k, mask: ((q @ k.mT).masked_fill(mask < -1, -1e9) + mask).softmax(
-        -1
-    ),
     "function_between": lambda m, q, k, mask: torch.tanh(q @ k.mT).softmax(-1),
     "rounded": lambda m, q, k, mask: torch.div(q @ k.mT, q.size(2), rounding_mode="trunc").softmax(
         -1

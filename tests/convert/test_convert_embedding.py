@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.ao.quantization as ao
 import torch.nn.functional as F
+from onnx_runtime import session
 from torch import Tensor, nn
 
 import torchq
@@ -99,6 +100,21 @@ def test_the_graph_reads_the_rows_of_the_module() -> None:
     assert len({t.data_ptr() for t in rows}) == 1
     assert not any(t.shape == (200, 32) and t.dtype == torch.float32
                    for t in quantized.state_dict().values())  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", ["fast", "best"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_report_has_no_row_of_what_a_graph_does_inside(dynamic: bool, recipe: Any) -> None:
+    """Each table is one row, in int8, whether or not a graph looks its rows up by a function."""
+    config = torchq.QConfig(dynamic=dynamic, recipe=recipe, embedding_bits=8)
+    prepared = torchq.calibrate(torchq.prepare(model(), INDICES, config), [INDICES])
+    for one in (prepared, torchq.convert(prepared)):
+        rows = [row for row in torchq.explain(one).rows if row.name.startswith(("words", "places"))]
+        assert {row.name for row in rows} == {"words", "places"}
+        assert all(row.quantized and not row.reason for row in rows)
+    bags = torchq.quantize(Bags().eval(), [BAG], config=config)
+    (row,) = [row for row in torchq.explain(bags).rows if row.name.startswith("bag")]
+    assert (row.name, row.kind, row.quantized) == ("bag", "EmbeddingBag", True)
 
 
 def test_overrides_choose() -> None:
@@ -242,15 +258,14 @@ def test_from_torch_ao(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_to_onnx(bits: Any, tmp_path: Path) -> None:
-    runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnx")
     config = torchq.QConfig(embedding_bits=bits)
     quantized = torchq.quantize(model(), [INDICES], config=config)
     path = tmp_path / "m.onnx"
     torchq.to_onnx(quantized, path, INDICES)
-    session = runtime.InferenceSession(path)
-    (name,) = (i.name for i in session.get_inputs())
-    got = torch.from_numpy(session.run(None, {name: INDICES.numpy()})[0])
+    runtime = session(path)
+    (name,) = (i.name for i in runtime.get_inputs())
+    got = torch.from_numpy(runtime.run(None, {name: INDICES.numpy()})[0])
     assert torchq.sqnr(quantized(INDICES), got) > 40
     assert path.stat().st_size < 216 * 32 * 4 + 32 * 64 * 2 + 32 * 200 + 9000
 
@@ -271,16 +286,15 @@ class Ranker(nn.Module):
 
 @pytest.mark.parametrize("mode,kind", [("sum", "factors"), ("mean", ""), ("max", "")])
 def test_bags_of_one_size_to_onnx(mode: str, kind: str, tmp_path: Path) -> None:
-    runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnx")
     inputs = INDICES, torch.randn(4, 9)
     config = torchq.QConfig(embedding_bits=8)
     quantized = torchq.quantize(Ranker(mode, kind).eval(), [inputs], config=config)
     torchq.to_onnx(quantized, tmp_path / "m.onnx", inputs)
-    session = runtime.InferenceSession(tmp_path / "m.onnx")
-    names = [i.name for i in session.get_inputs()]
+    runtime = session(tmp_path / "m.onnx")
+    names = [i.name for i in runtime.get_inputs()]
     arrays = dict(zip(names, (x.numpy() for x in inputs), strict=True))
-    got = torch.from_numpy(session.run(None, arrays)[0])
+    got = torch.from_numpy(runtime.run(None, arrays)[0])
     assert torchq.sqnr(quantized(*inputs), got) > 40
 
 

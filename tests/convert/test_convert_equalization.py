@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from flows import graph_of, sqnr
 from models import Wired
+from onnx_runtime import session
 from torch import nn
 
 import torchq
@@ -143,12 +144,11 @@ def test_compare_shows_real_values() -> None:
 
 @pytest.mark.parametrize("name", ["conv", "pad", "flatten"])
 def test_onnx_runtime_computes_the_same_from_a_file(name: str, tmp_path: pathlib.Path) -> None:
-    onnxruntime = pytest.importorskip("onnxruntime")
     forward, others = FORMS[name]
     qmodel, x = quantized(Wired(forward, **convs(**others))), data()[0]
     torchq.to_onnx(qmodel, tmp_path / "model.onnx", x)
-    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
-    found = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
+    runtime = session(tmp_path / "model.onnx")
+    found = runtime.run(None, {runtime.get_inputs()[0].name: x.numpy()})[0]
     assert sqnr(qmodel(x), torch.from_numpy(found)) > 50
 
 

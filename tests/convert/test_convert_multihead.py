@@ -128,3 +128,36 @@ def test_attention_has_a_graph_where_its_encoder_layer_has_none() -> None:
     layer, x = ActsOnValues(16, 2, 32, batch_first=True).eval(), torch.randn(2, 5, 16)
     converted = torchq.quantize(layer, [x])
     assert [graph.module for graph in torchq.explain(converted).graphs] == ["self_attn"]
+
+
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.a(x, x, x)[0]
+
+
+@pytest.mark.parametrize("overrides", [None, {"a.q_proj": None}], ids=["all", "float queries"])
+@pytest.mark.parametrize("recipe", ["fast", "accurate", "best"])
+def test_files_of_attention_whose_projections_stay_float(
+    recipe: Any, overrides: Any, tmp_path: Path
+) -> None:
+    """The graph quantizes them at once in self-attention; the recipes leave those of the leaves."""
+    model, data = SelfAttention().eval(), [torch.randn(2, 5, 32) for _ in range(3)]
+    config = QConfig(recipe=recipe)
+    flow = torchq.quantize if overrides is None else eager.quantize
+    q = flow(model, data, data[0], config, overrides)
+    assert isinstance(q.a, SplitMultiheadAttention)
+    torchq.save(q, tmp_path / "model")
+    loaded = torchq.load(tmp_path / "model", model)
+    assert torch.equal(loaded(data[0]), q(data[0]))
+    assert torch.equal(SelfAttention.forward(loaded, data[0]), SelfAttention.forward(q, data[0]))
+
+
+def test_a_file_of_attention_alone(tmp_path: Path) -> None:
+    model, x = nn.MultiheadAttention(32, 4, batch_first=True).eval(), torch.randn(2, 5, 32)
+    q = torchq.quantize(model, [(x, x, x)])
+    torchq.save(q, tmp_path / "model")
+    assert torch.equal(torchq.load(tmp_path / "model", model)(x, x, x)[0], q(x, x, x)[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchq computes on the CPU, and on its source's device, wherever torch's default device is."""
+"""torchq computes on the CPU, and on its source's device, whatever torch's defaults are."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ast
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +96,61 @@ def test_flows_and_files(kind: str, way: str, tmp_path: Path) -> None:
             torchq.saturation.emulate(qmodel, [x])
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+CONFIGS = {
+    "fast": torchq.QConfig(),
+    "best": torchq.QConfig(recipe="best"),
+    "int4": torchq.QConfig(dynamic=True, weight_bits=4, recipe="accurate"),
+    "percentile": torchq.QConfig(activation_observer="percentile"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torchq.convert. nothing runs")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_default_dtypes_change_no_bit(
+    config: str, kind: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    make, x = MODELS[kind]
+    torch.manual_seed(0)
+    model, data = make().eval(), [x, x * 0.5]
+    expected = torchq.quantize(model, data, config=CONFIGS[config])
+    with default_dtype(dtype):
+        qmodel = torchq.quantize(model, data, config=CONFIGS[config])
+        assert torch.equal(qmodel(x), expected(x))
+        torchq.save(qmodel, tmp_path / "model")
+        assert torch.equal(torchq.load(tmp_path / "model", model)(x), expected(x))
+        assert torchq.explain(qmodel).rows == torchq.explain(expected).rows
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("learn", [False, True])
+def test_default_dtypes_and_training(learn: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = Net()
+
+    def trained() -> Tensor:
+        qat = torchq.prepare_qat(model, X, learn_scales=learn)
+        optimizer = torch.optim.SGD(qat.parameters(), 1e-3)
+        qat(X).square().mean().backward()
+        optimizer.step()
+        result: Tensor = torchq.convert(qat.eval())(X)
+        return result
+
+    expected = trained()
+    with default_dtype(dtype):
+        assert torch.equal(trained(), expected)
+
+
 CALLS = {
     "quantize": lambda: TF.quantize(ONE, 0.1, 3),
     "dequantize": lambda: TF.dequantize(Q, 0.1, 3),
@@ -122,10 +178,11 @@ CALLS = {
 }
 
 
+@pytest.mark.parametrize("default", [elsewhere, lambda: default_dtype(torch.bfloat16)])
 @pytest.mark.parametrize("name", CALLS)
-def test_functions_take_numbers(name: str) -> None:
+def test_functions_take_numbers(name: str, default: Any) -> None:
     expected = CALLS[name]()
-    with elsewhere():
+    with default():
         got = CALLS[name]()
     several = isinstance(got, tuple)
     for one, other in zip(
@@ -134,8 +191,12 @@ def test_functions_take_numbers(name: str) -> None:
         assert torch.equal(one, other)
 
 
-def test_every_factory_names_a_device() -> None:
-    """Calls, conversion and loading must not follow the default device."""
+REAL = {"zeros", "ones", "empty", "rand", "randn", "full", "eye", "linspace", "scalar_tensor"}
+"""Factories of the default dtype, whatever they are given; full and tensor depend on numbers."""
+
+
+def test_every_factory_names_a_device_and_a_dtype() -> None:
+    """Calls, conversion and loading must not follow the default device, and not the dtype."""
     names = {function.__name__ for function in _device_constructors()}
     own = {"fake_quantize.py", "factories.py"}  # a float module; what the user's code makes
     left = []
@@ -146,6 +207,8 @@ def test_every_factory_names_a_device() -> None:
             module = call.func.value
             if isinstance(module, ast.Name) and module.id == "torch" and call.func.attr in names:
                 given = {keyword.arg for keyword in call.keywords}
-                if "device" not in given and path.name not in own:
+                unnamed = "device" not in given
+                unnamed |= call.func.attr in REAL and not given & {"dtype", "generator"}
+                if unnamed and path.name not in own:
                     left.append(f"{path.name}:{call.lineno}")
     assert not left

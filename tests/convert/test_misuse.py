@@ -325,7 +325,9 @@ def test_errors_of_sizes_that_do_not_fit():
     qmodel = torchq.quantize(model, [torch.randn(2, 3, 8, 8)])
     with pytest.raises(ValueError, match=r"got 4 in src \[2, 4, 8, 8\].*module is 'body.0'"):
         qmodel(torch.randn(2, 4, 8, 8))  # its own code, which the graph's guards leave it to
-    with pytest.raises(AssertionError, match=r"must meet its guards: .*input.shape\[1\] == 3"):
+    with pytest.raises(
+        AssertionError, match=r"must meet its guards: input is float32 of shape \[any, 3, "
+    ):
         graph_of(qmodel)(torch.randn(2, 4, 8, 8))
 
 

@@ -318,6 +318,27 @@ def test_overrides_and_configs_hold() -> None:
     assert rows["down"].requested and rows["down"].reason == "kept float by an override"
 
 
+@pytest.mark.parametrize("recipe", ["accurate", "best"])
+def test_convolutions_beside_4_bit_layers_have_8_bits(recipe: Any) -> None:
+    x, config = IMAGES[:8], QConfig(weight_bits=4, recipe=recipe)
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten())
+    qat = torchq.prepare_qat(model, x, config)
+    assert qat[0].parametrizations.weight[0].integers == (-127, 127)
+    fit(qat, 1)
+    assert torchq.sqnr(qat(x).detach(), torchq.convert(qat, strict=True)(x)) > 60
+
+
+def test_linear_layers_of_other_recipes_are_refused_with_a_remedy() -> None:
+    x, config = IMAGES[:8], QConfig(weight_bits=4, recipe="accurate")
+    with pytest.raises(ValueError, match=r"recipe must be 'fast'.*for 'head'.*overrides=") as told:
+        torchq.prepare_qat(Cnn(), x, config)
+    assert "QConfig(weight_bits=4, dynamic=True)" in str(told.value)
+    remedy = {"head": QConfig(weight_bits=4, dynamic=True)}
+    qat = torchq.prepare_qat(Cnn(), x, overrides=remedy)
+    fit(qat, 1)
+    assert torch.isfinite(torchq.convert(qat, strict=True)(x)).all()
+
+
 def test_errors() -> None:
     x = IMAGES[:8]
     qat = torchq.prepare_qat(Cnn().eval(), x)
@@ -340,7 +361,7 @@ def test_errors() -> None:
         ValueError, match="must call a convolution or linear layer that becomes int8"
     ):
         torchq.prepare_qat(nn.Sequential(nn.ReLU(), nn.Flatten()), x)
-    with pytest.raises(ValueError, match="overrides must match module names"):
+    with pytest.raises(ValueError, match="overrides must match names of modules"):
         torchq.prepare_qat(Cnn(), x, overrides={"nothing": None})
     with pytest.raises(TypeError, match=r"model must be an nn\.Module, got function"):
         torchq.prepare_qat(lambda x: x, x)

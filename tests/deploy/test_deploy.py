@@ -26,6 +26,7 @@ from torchq.ops import LIBRARY_PATH
 
 pytestmark = pytest.mark.filterwarnings(
     "error",
+    "ignore:torchq.*calibration has seen too little",
     "ignore:.*torch.jit.*deprecated",  # DeprecationWarning in torch 2.13, FutureWarning in 2.15
     "ignore:torch.meshgrid:UserWarning",
     "ignore:Using padding='same' with even kernel lengths:UserWarning",
@@ -278,7 +279,7 @@ def test_no_warnings(tmp_path: Path) -> None:
     code = f"""
 import sys; sys.path[:0] = {sys.path!r}
 import torch, models, torchq
-model, x = models.randomize(models.ResNet()), torch.randn(2, 3, 16, 16)
+model, x = models.randomize(models.ResNet()), torch.randn(4, 3, 16, 16)
 q = torchq.quantize(model, [x], x, strict=True)
 str(torchq.explain(q)), repr(q)
 torchq.save(q, {str(tmp_path / "q")!r})

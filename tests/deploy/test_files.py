@@ -221,34 +221,6 @@ def test_damage_is_found(save: Any, tmp_path: Path) -> None:
     assert refused > 300
 
 
-@pytest.mark.parametrize("save", [saved_model, saved_calibration])
-def test_damage_in_files_of_torch_save_is_found(save: Any, tmp_path: Path) -> None:
-    """Those of release 0.1, whose digest is the sums in the archive."""
-    path = tmp_path / "file"
-    load = save(path)
-    expected, (tensors, metadata) = load(), read_tensors(path)
-    if save is saved_model:
-        torch.save(tensors, path)
-    else:
-        kinds = [name for name, _ in eval(metadata["observers"])]
-        states: dict[str, Any] = {name: {} for name in kinds}
-        for key, value in tensors.items():
-            i, _, name = key.partition(".")
-            states[kinds[int(i)]][name] = value
-        observers = {name: (kind, states[name]) for name, kind in eval(metadata["observers"])}
-        torch.save({"format": "torchq-calibration-1", "observers": observers}, path)
-    assert torch.equal(load(), expected)
-    content, refused = path.read_bytes(), 0
-    for copy in damaged(content, 150):
-        path.write_bytes(copy)
-        try:
-            assert torch.equal(load(), expected)
-        except (ValueError, RuntimeError) as error:
-            assert str(path) in str(error)
-            refused += 1
-    assert refused > 50
-
-
 DTYPES = [
     *(torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.uint16, torch.complex64),
     *(torch.float8_e4m3fn, torch.int64),

@@ -20,6 +20,7 @@ import torchq
 
 pytestmark = pytest.mark.filterwarnings(
     "error",
+    "ignore:torchq.*calibration has seen too little",
     "ignore:.*torch.jit.*deprecated",  # DeprecationWarning in torch 2.13, FutureWarning in 2.15
     "ignore:torch.meshgrid:UserWarning",
     "ignore:.*is deprecated.*:DeprecationWarning:torch.*",

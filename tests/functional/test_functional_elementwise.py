@@ -76,6 +76,25 @@ def test_reorder_with_output_scales(dst: torch.dtype) -> None:
         assert_same(TF.reorder(src, dst, attr), expected, attr)
 
 
+@pytest.mark.parametrize("dst", (U8, S32, F32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("source", (U8, F32), ids=str)
+def test_reorder_with_a_sum_and_scales(source: torch.dtype, dst: torch.dtype) -> None:
+    """Scales are powers of two, so the formula is exact, and its order does not matter."""
+    src, old = torch.tensor([[10, 20, 4], [6, 8, 2]]), torch.tensor([[1, 2, 0], [7, 6, 3]])
+    powers = torch.tensor([[0.5, 0.25, 2.0], [1.0, 4.0, 0.5]])
+    for src_mask, dst_mask in itertools.product((None, *range(4)), repeat=2):
+        attr, scales = Attr(), []
+        for arg, mask in (("src", src_mask), ("dst", dst_mask)):
+            rows, columns = (2 if (mask or 0) & 1 else 1), (3 if (mask or 0) & 2 else 1)
+            scales.append(torch.ones(1) if mask is None else powers[:rows, :columns])
+            if mask is not None:
+                attr.set_scales(arg, mask, scales[-1])
+        attr.post_ops.append_sum(2.0, 0, S8)
+        real = (src * scales[0] + 2 * old) / scales[1]
+        expected = real.to(dst) if dst.is_floating_point else real.round().clamp(0, 255).to(dst)
+        assert_same(TF.reorder(src.to(source), dst, attr, old.to(S8)), expected, attr)
+
+
 def test_reorder_keeps_strides() -> None:
     """Weights stay in hwigo order; masks count logical dims, whatever the memory order."""
     dims = (2, 3, 4, 3, 2)

@@ -323,7 +323,7 @@ def test_shapes_of_sources() -> None:
         refuse(ValueError, lin(src=SRC[:, :7], weight=weight), *parts)
         refuse(ValueError, lin(src=SRC[0, 0], weight=weight), "got []. Check")
     for weight in (KERNEL, pack_conv(KERNEL)):
-        parts = ("torchq.conv2d: src must be (N, 8, spatial...) with 4 dims", "got [1, 7, 5, 5]")
+        parts = ("torchq.conv2d: src must have 8 channels for weight", "got 7 in [1, 7, 5, 5]")
         refuse(ValueError, conv(src=IMAGE[:, :7], weight=weight), *parts)
         refuse(ValueError, conv(src=IMAGE[0], weight=weight), "got [8, 5, 5]. Add a batch dim")
     refuse(ValueError, conv(src=IMAGE[..., :2, :2]), "smaller than the kernel", "Enlarge")

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import math
 import random
+import re
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -17,9 +20,13 @@ ops = torch.ops.torchq
 
 
 def tensor(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, fill: Any = 1) -> Tensor:
+    """A new tensor; one of many values is expanded, so that it takes no memory."""
+    own = [min(n, 1) for n in shape] if math.prod(max(n, 1) for n in shape) > 2**20 else shape
     if fill == "random":
-        return torch.randint(0, 100, shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    return torch.full(shape, fill).to(dtype)
+        values = torch.randint(0, 100, own, generator=torch.Generator().manual_seed(0))
+    else:
+        values = torch.full(own, fill)
+    return values.to(dtype).expand(shape)
 
 
 def spread(x: Tensor) -> Tensor:
@@ -34,6 +41,7 @@ SHAPES = [
     *((2, 3, 4), (2, 0, 4), (0, 3, 4), (2, 3, 0), (1, 2, 3, 4), (2, 4, 5, 5), (1, 1, 1, 1)),
     *((1, 2, 3, 4, 5), (1, 1, 1, 16, 4), (2, 1, 0, 16, 4), (1, 9, 1, 16, 4), (1, 1, 1, 1, 1, 1)),
 ]
+SHAPES += [(2**61 - 1, 0), (0, 2**62), (2**31, 0, 5), (0, 2**40, 2**40), (2**40, 0, 1, 1)]
 LAYOUTS = [
     *("{}",) * 8,
     *("{}.transpose(0, -1)", "spread({})", "{}[None].expand(3, *{}.shape)"),
@@ -126,8 +134,12 @@ def rnn_arguments(which: int) -> list[Any]:
     return list(given[0])
 
 
-def rnn_numbers(which: int) -> list[str]:
-    return [repr(value) for value in rnn_arguments(which)[18:]]
+def rnn_texts(which: int) -> list[str]:
+    """The same as text, with sizes of the source and numbers that can be replaced."""
+    args = rnn_arguments(which)
+    src = f"tensor({tuple(args[0].shape)}, {args[0].dtype}, 'random')"
+    kept = [f"rnn_arguments({which})[{i}]" for i in range(1, 18)]
+    return [src, *kept, *(repr(value) for value in args[18:])]
 
 
 SRC = "tensor((3, 10), torch.uint8, 'random')"
@@ -207,7 +219,14 @@ VALID: list[tuple[str, list[str]]] = [
         "unpack_conv_transpose",
         [unstar(CONV_TRANSPOSE)[0], "[4, 8, 3, 3]", "1", "[2, 2]", "[1, 1]"],
     ),
-    *(("rnn", [f"rnn_arguments({n})[{i}]" for i in range(18)] + rnn_numbers(n)) for n in range(3)),
+    *(("rnn", rnn_texts(n)) for n in range(3)),
+    (
+        "dynamic_linear_int4",
+        [
+            *("tensor((3, 40))", "tensor((2, 5, 16, 4), torch.uint8, 'random')"),
+            *("tensor((2, 1, 16), torch.int32, 0)", "None", "40", "20", "32", "True"),
+        ],
+    ),
     ("embedding", [ROWS, "tensor((3, 4), torch.int64, 0)", "8", "8"]),
     ("embedding_bag", [ROWS, *BAGS, "None", "8", "8", "'mean'", "False", "1"]),
     ("embedding_bag", [ROWS, *BAGS, "tensor((5,))", "16", "4", "'sum'", "True", "None"]),
@@ -233,6 +252,59 @@ VALID: list[tuple[str, list[str]]] = [
         ],
     ),
 ]
+
+
+PLAIN = {
+    **{"Tensor": "tensor((2, 3))", "List[Tensor]": "[tensor((2, 3))]", "int": "1", "float": "1.0"},
+    **{"bool": "True", "str": "''", "List[int]": "[1, 1]"},
+}
+"""An argument of each type; an optional one is None."""
+
+
+def op_names() -> list[str]:
+    """The library's ops of tensors."""
+    names = sorted(set(torch._C._dispatch_get_all_op_names()))
+    own = [name.removeprefix("torchq::") for name in names if name.startswith("torchq::")]
+    return [name for name in own if any("Tensor" in str(a.type) for a in arguments(name))]
+
+
+def arguments(name: str) -> Any:
+    return getattr(ops, name).default._schema.arguments
+
+
+# An op without a valid call here, such as a new one, is called with what its schema asks for.
+CALLS = VALID + [
+    (name, [PLAIN.get(str(a.type), "None") for a in arguments(name)])
+    for name in op_names()
+    if name not in dict(VALID)
+]
+
+
+def dtype_calls() -> Iterator[str]:
+    """Every op with every code of a dtype, and some that are none."""
+    for name, args in CALLS:
+        for i, argument in enumerate(arguments(name)[: len(args)]):
+            if not argument.name.endswith("dtype"):
+                continue
+            for code in [*range(-1, 48), 2**31, 2**40, -(2**63)]:
+                yield f"ops.{name}({', '.join([*args[:i], str(code), *args[i + 1 :]])})"
+
+
+# Numbers but those that tell which of some tensors is meant; or those of vectors, too.
+KEPT, NUMBERS = r"(rnn_arguments\(\d\)\[\d+\]|\)\[\d\]", r")|(?<![\w.-])\d+(?![\w.])"
+ALL_NUMBERS, BUT_VECTORS = re.compile(KEPT + NUMBERS), re.compile(rf"{KEPT}|\(\d+,\){NUMBERS}")
+SIZES = [0, 0, 0, 1, 2**31, 2**32, 2**40, 2**58, 2**61 - 1, 2**62, 2**63 - 1]
+
+
+def resized_call(rng: random.Random) -> str:
+    """A valid call where sizes became 0, or what only 0 in another place makes possible."""
+    name, args = rng.choice(CALLS)
+    text, number = ", ".join(args), rng.choice([ALL_NUMBERS, BUT_VECTORS])
+    found = sorted({match[0] for match in number.finditer(text) if not match[1]})
+    chosen = rng.sample(found, min(len(found), rng.choice([1, 2, 2, 2, 3])))
+    sizes = {n: rng.choice(SIZES) for n in chosen} | dict.fromkeys(chosen[:1], 0)
+    text = number.sub(lambda match: match[1] or str(sizes.get(match[0], match[0])), text)
+    return f"ops.{name}({text})"
 
 
 def random_tensor(rng: random.Random) -> str:
@@ -277,7 +349,9 @@ def mutated(rng: random.Random, text: str) -> str:
 
 
 def random_call(rng: random.Random) -> str:
-    name, args = rng.choice(VALID)
+    if rng.random() < 0.3:
+        return resized_call(rng)
+    name, args = rng.choice(CALLS)
     args = list(args)
     for _ in range(rng.choice([1, 1, 1, 2, 3, 6])):
         i = rng.randrange(len(args))

@@ -294,6 +294,44 @@ def test_module_under_compile_script_export_and_saved(tmp_path: Any):
     assert_same(other(src), expected)
 
 
+@pytest.mark.parametrize("where", ["in front", "behind", "both"])
+def test_operands_come_with_the_call(where: str):
+    """They give what the same values in the chain give; the number that a half lacks is told."""
+    src, weight = random_q((2, 4, 5, 6), U8), random_q((6, 4, 1, 1), S8)
+    filters, old = random_q((6, 1, 3, 3), S8), random_q((2, 6, 5, 6), U8, 5)
+
+    def chain(values: Tensor | None) -> Attr:
+        attr = Attr().set_scales("src", 0, 0.1).set_scales("weights", 0, 0.02)
+        attr.set_scales("dst", 0, 0.2).set_scales("dw_weights", 0, 0.1)
+        steps = attr.post_ops
+        if where != "behind":
+            steps.append_binary("add", values, 15)
+        steps.append_sum(0.5, 3, U8).append_dw_conv(filters)
+        if where != "in front":
+            steps.append_binary("mul", values, 15)
+        return attr
+
+    operand = torch.rand(2, 6, 5, 6)
+    known = [operand, old, operand]
+    srcs = known[: {"in front": 2, "both": 3}.get(where, 3)][where == "behind" :]
+    expected = TF.conv2d(src, weight, attr=chain(operand), post_op_srcs=[old])
+    assert_same(TF.conv2d(src, weight, attr=chain(None), post_op_srcs=srcs), expected)
+    for wrong in (srcs[:-1], [*srcs, operand]):
+        with pytest.raises(ValueError, match=r"torchq.conv2d: post_op_srcs must be \d tensors"):
+            TF.conv2d(src, weight, attr=chain(None), post_op_srcs=wrong)
+
+
+def test_missing_values_are_refused():
+    src, weight = random_q((2, 4, 5, 6), U8), random_q((6, 4, 1, 1), S8)
+    for chain in (
+        PostOps().append_dw_conv(None),
+        PostOps().append_binary("add", None, 2).append_dw_conv(random_q((6, 1, 3, 3), S8)),
+        PostOps().append_dw_conv(random_q((6, 1, 3, 3), S8)).append_prelu(None, 2),
+    ):
+        with pytest.raises(ValueError, match="values must be present for every post-op"):
+            TF.conv2d(src, weight, attr=Attr().set_post_ops(chain))
+
+
 def test_module_errors():
     dw = tnn.QConv2d.from_float(nn.Conv2d(24, 24, 3, 1, 1, groups=24), MID, OUT)
     with pytest.raises(ValueError, match="dw must take what this module gives, 24 channels"):

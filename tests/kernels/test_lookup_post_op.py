@@ -174,7 +174,7 @@ def test_module(isa: str, i: int, tmp_path: Any):
     expected = lookup(layer(src))
     assert expected.unique().numel() > 20
     assert layer.with_lookup(lookup) is layer
-    assert "QLookup(silu, u8 -> s8)" in str(layer)
+    assert "QLookup(silu, u8 -> s8, src_scale=" in str(layer)
     layer.eval()
     assert_same(layer(src), expected)
     scripted = torch.jit.script(layer)

@@ -96,6 +96,31 @@ def test_every_class_is_tried() -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
+def test_repr_shows_scales(name: str) -> None:
+    """Layers with an Attr show which there are, all others the values, too."""
+    module = MODULES[name]
+    text = repr(module)
+    if hasattr(module, "attr"):
+        assert str(module.attr) in text
+    elif module._buffers.get("scales") is not None:
+        assert f"scales=[{module.scales[0]:.4g}, " in text
+        assert f"zero_points=[{module.zero_points[0]}, " in text
+    else:
+        for key in [key for key in module._buffers if key.endswith(("_scale", "_zero_point"))]:
+            assert f"{key}=" in text
+    on_meta = copy.deepcopy(module).to("meta")
+    assert repr(on_meta).partition("(")[0] == text.partition("(")[0]
+
+
+def test_repr_of_several_values() -> None:
+    scale, zero = torch.linspace(0.5, 2.5, 5), torch.arange(5, dtype=torch.int32)
+    per_channel = QParams(scale, zero, torch.uint8, 1)
+    expected = "f32 -> u8, src_scale=5 of 0.5 to 2.5, src_zero_point=5 of 0 to 4"
+    assert tnn.Quantize(per_channel).extra_repr() == expected
+    assert tnn.Dequantize(U8).extra_repr() == "u8 -> f32, src_scale=0.021, src_zero_point=117"
+
+
+@pytest.mark.parametrize("name", MODULES)
 def test_spec_rebuilds_the_module(name: str) -> None:
     module = MODULES[name]
     again = tnn.QModule.registry[name].from_spec(module.read_spec())

@@ -14,8 +14,28 @@ import torchq.functional as TF
 from torchq.functional.packing import pack_conv, pack_conv_transpose, pack_linear
 
 
-def test_inner_product_is_linear() -> None:
-    assert TF.inner_product is TF.linear
+@pytest.mark.parametrize("sizes", [(), (4,), (4, 3), (2, 4, 3)])
+def test_inner_products_sum_over_channels_and_sizes(sizes: tuple[int, ...]) -> None:
+    src, weight = random_q((2, 3, *sizes), U8), random_s8((5, 3, *sizes))
+    attr = torchq.Attr().set_scales("src", 0, 0.5).set_scales("weights", 1, [0.1, 1, 2, 3, 4])
+    attr.post_ops.append_binary("mul", None, 3)
+    factor = torch.rand(2, 5)
+    expected = TF.linear(src.flatten(1), weight.flatten(1), attr=attr, post_op_srcs=[factor])
+    assert_same(TF.inner_product(src, weight, attr=attr, post_op_srcs=[factor]), expected)
+    if len(sizes) == 2:
+        nhwc = src.contiguous(memory_format=torch.channels_last)
+        assert_same(TF.inner_product(nhwc, weight, attr=attr, post_op_srcs=[factor]), expected)
+
+
+def test_inner_products_are_refused_by_their_own_name() -> None:
+    src, weight = random_q((2, 3, 4, 4), U8), random_s8((5, 3, 4, 4))
+    for given, by in ((src[..., 1:], weight), (src, weight[:, 1:]), (src.flatten(1), weight)):
+        with pytest.raises(ValueError, match=r"torchq\.inner_product: src and weight must be \(N"):
+            TF.inner_product(given, by)
+    with pytest.raises(ValueError, match=r"torchq\.inner_product: src must be \(\*, 48\)"):
+        TF.inner_product(src, pack_linear(weight.flatten(1)))
+    with pytest.raises(TypeError, match=r"torchq\.inner_product: src must be torch\.uint8"):
+        TF.inner_product(src.float(), weight)
 
 
 @pytest.mark.parametrize("dims", (1, 2, 3))

@@ -93,6 +93,35 @@ def test_a_projection_has_scales_of_its_own(mask: int) -> None:
         assert (q(X)[0] - module(X)[0]).abs().max() < 0.03
 
 
+@pytest.mark.parametrize("mask", [0, 8])
+@pytest.mark.parametrize("units", [1, 2])
+def test_a_projection_of_few_units(units: int, mask: int) -> None:
+    module = nn.LSTM(8, 4, proj_size=units).eval()
+    attr = data().set_rnn_weights_qparams(0, 90.0)
+    attr.set_rnn_weights_projection_qparams(mask, [50.0] * (units if mask else 1))
+    q = QLSTM.from_float(module, attr=attr)
+    expected = torch.round(module.weight_hr_l0.detach() * 50).clamp(-128, 127)
+    assert torch.equal(q.layers[0].unpacked("projection")[0, 0], expected.to(S8))
+    ldigo = torch.randn(1, 1, 8, 4, 4), torch.randn(1, 1, units, 4, 4)
+    ldio = torch.randn(1, 1, 4, units)
+    made = QLSTM.from_onednn(*ldigo, None, attr, weights_projection=ldio)
+    expected = torch.round(ldio[0, 0].t() * 50).clamp(-128, 127)
+    assert torch.equal(made.layers[0].unpacked("projection")[0, 0], expected.to(S8))
+
+
+def test_a_float_destination_is_the_state_before_it_is_rounded() -> None:
+    """oneDNN gives the rounded state, dequantized; this is nearer, by up to half a step."""
+    attr = data().set_rnn_weights_qparams(0, 60.0)
+    src = torch.randint(0, 256, (5, 3, 8), dtype=torch.uint8)
+    weights = torch.randn(1, 1, 8, 4, 6) * 0.4, torch.randn(1, 1, 6, 4, 6) * 0.4
+    rounded, real = (
+        QLSTM.from_onednn(*weights, None, attr, dst_dtype=dtype)(src)[0]
+        for dtype in (torch.uint8, torch.float32)
+    )
+    steps = (real * 127 - (rounded.float() - 128)).abs()
+    assert 0.01 < steps.max() < 0.5001
+
+
 @pytest.mark.parametrize("scale", [60.0, 3.7, 127.0, 0.001, 31.25])
 def test_the_printed_factor_is_the_given_one(scale: float) -> None:
     """Kept is its inverse in float32, of which 1 / 60 has the inverse 59.999996."""

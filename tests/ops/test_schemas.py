@@ -112,6 +112,7 @@ SETTINGS = """
 _select_isa(str isa) -> str
 _isa() -> str
 _supported_isas() -> str[]
+_cpu() -> str
 _last_kernel() -> str
 _scratch_bytes() -> int
 _idle_bytes() -> int

@@ -11,18 +11,11 @@ torchq.tune(model, data, evaluate, max_drop=0.005)   # the first recipe that is 
 torchq.write_report("report.html", model, prepared, qmodel, data)
 """
 
-from torchq.analysis.accuracy import (
-    Accuracy,
-    LayerAccuracy,
-    Sensitivities,
-    Sensitivity,
-    compare,
-    sensitivity,
-    sqnr,
-)
+from torchq.analysis.accuracy import Accuracy, LayerAccuracy, compare, sqnr
 from torchq.analysis.budget import Trial, Tuned, tune
-from torchq.analysis.explanation import Explanation, GraphRow, explain
+from torchq.analysis.explanation import Explanation, GraphRow, InputRow, explain
 from torchq.analysis.html import write_report
+from torchq.analysis.sensitivities import Sensitivities, Sensitivity, sensitivity
 from torchq.analysis.speed import LayerTime, Profile, profile
 from torchq.analysis.statistics import load_calibration, save_calibration
 from torchq.analysis.timing import Speedup, Times, measure, milliseconds
@@ -31,6 +24,7 @@ __all__ = [
     "Accuracy",
     "Explanation",
     "GraphRow",
+    "InputRow",
     "LayerAccuracy",
     "LayerTime",
     "Profile",

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a quantized model is from its float original: layer by layer, and for each alone."""
+"""How far a quantized model is from its float original, layer by layer."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from glob import escape
 from typing import Any
 
 import numpy as np
@@ -16,16 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from torchq.analysis.explanation import explain
-from torchq.convert.api import quantize
 from torchq.convert.prepared import Prepared
 from torchq.convert.swap.checks import check_prepared
 from torchq.nn.attached import computing_modules, graphs_of, watching
-from torchq.nn.inputs import Inputs, batches, call, decibels, float_tensors, with_progress
+from torchq.nn.inputs import Inputs, batches, call, decibels, float_tensors
 from torchq.nn.model_state import as_before
 from torchq.nn.module import QModule
 from torchq.nn.notebook import html_table
-from torchq.quantization.config import Overrides, QConfig, resolve
 from torchq.quantization.observers import Observer
 
 
@@ -73,7 +69,7 @@ def sqnr(expected: Any, got: Any) -> float:
         >>> torchq.sqnr(torch.tensor([10.0, 10.0]), torch.tensor([11.0, 9.0]))
         20.0
     """
-    noise, pairs = Noise(), _pairs(expected, got)
+    pairs = pairs_of(expected, got)
     leaves = [] if pairs else tree_leaves((expected, got))
     numbers = [n for n in leaves if isinstance(n, int | float | np.ndarray | np.generic)]
     if numbers and not any(isinstance(leaf, Tensor) for leaf in leaves):
@@ -81,12 +77,19 @@ def sqnr(expected: Any, got: Any) -> float:
             f"torchq.sqnr: expected and got must hold tensors, got {type(numbers[0]).__name__}. "
             "Convert it: torch.as_tensor(x).float()."
         )
+    return noise_of(pairs).decibels
+
+
+def noise_of(pairs: Iterable[tuple[Tensor, Tensor]]) -> Noise:
+    """Return the sums of several comparisons."""
+    noise = Noise()
     for one, other in pairs:
         noise = noise.add(one, other)
-    return noise.decibels
+    return noise
 
 
-def _pairs(expected: Any, got: Any) -> list[tuple[Tensor, Tensor]]:
+def pairs_of(expected: Any, got: Any) -> list[tuple[Tensor, Tensor]]:
+    """Return the float tensors of two results of one structure."""
     ones, others = float_tensors(expected), float_tensors(got)
     shapes = [tuple(x.shape) for x in ones], [tuple(x.shape) for x in others]
     if shapes[0] != shapes[1]:
@@ -190,7 +193,7 @@ def compare(prepared: nn.Module, qmodel: nn.Module, data: Iterable[Inputs]) -> A
     output = Noise()
     with watching(handles), as_before(qmodel), torch.inference_mode():
         for batch in batches("compare", data):
-            for pair in _pairs(call(original, batch), call(qmodel, batch)):
+            for pair in pairs_of(call(original, batch), call(qmodel, batch)):
                 output = output.add(*pair)
     layers = [
         LayerAccuracy(name, n.decibels, n.worst, n.clipped / max(n.values, 1))
@@ -268,106 +271,3 @@ def _clipped(module: nn.Module, expected: Tensor) -> int:
         return 0
     margin = (ends[1] - ends[0]) / 510
     return int(((expected < ends[0] - margin) | (expected > ends[1] + margin)).sum())
-
-
-@dataclass(frozen=True)
-class Sensitivity:
-    """Cost of one convolution or linear in accuracy, as SQNR of the model's output in dB.
-
-    Attributes:
-        name: qualified name in the float model.
-        alone: with only this one quantized; the lower, the more this layer hurts.
-        kept: with only this one kept float; the higher above ``all_quantized``, the more it helps.
-        all_quantized: with everything quantized.
-    """
-
-    name: str
-    alone: float
-    kept: float
-    all_quantized: float
-
-
-class Sensitivities(list[Sensitivity]):
-    """The entries, and a table of them as ``str``."""
-
-    def __str__(self) -> str:
-        """One line per layer, the most harmful first."""
-        if not self:
-            return "no layers"
-        together = self[0].all_quantized
-        lines = [f"output with all of these in int8 {together:.1f} dB"]
-        lines += [
-            f"{entry.alone:6.1f} dB alone in int8  {entry.kept:6.1f} dB alone in float "
-            f"({entry.kept - together:+.1f})  {entry.name}"
-            for entry in self
-        ]
-        return "\n".join(lines)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        """Return the same as a table, for notebooks."""
-        rows = [(x.name, f"{x.alone:.1f}", f"{x.kept:.1f}") for x in self]
-        heads = ("layer", "dB, alone in int8", "dB, alone in float")
-        return html_table(heads, rows, str(self).splitlines()[:1])
-
-
-def sensitivity(
-    model: nn.Module,
-    data: Sequence[Inputs],
-    example_inputs: Inputs,
-    config: QConfig | None = None,
-    overrides: Overrides | None = None,
-    progress: bool | None = None,
-) -> Sensitivities:
-    """Quantize the model twice per layer: with that layer alone in int8, and alone in float.
-
-    Args:
-        model: float32 or bfloat16, in eval mode.
-        data: batches, used for calibration and for measuring; one or two are enough.
-        example_inputs: one call's inputs: a tensor, a tuple, or a dict of keyword arguments.
-        config: how to quantize; the default is QConfig().
-        overrides: exceptions, by name, in every trial; layers that they keep float are left out.
-        progress: show a bar; each layer takes two calibrations.
-
-    Returns:
-        One entry per convolution and linear that runs in int8, the most harmful first; a list that
-        prints as a table.
-
-    Raises:
-        ValueError: nothing of the model runs in int8; and as :func:`torchq.quantize`.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
-        >>> data = [torch.randn(8, 16)]
-        >>> found = torchq.sensitivity(model, data, data[0], progress=False)
-        >>> sorted(entry.name for entry in found)
-        ['0', '2']
-    """
-    config, overrides = QConfig() if config is None else config, dict(overrides or {})
-    data = list(batches("sensitivity", data, progress=False))
-    with as_before(model), torch.inference_mode():
-        expected = [call(model, batch) for batch in data]
-
-    def output(quantized: nn.Module) -> float:
-        with torch.inference_mode():
-            return sqnr(expected, [call(quantized, batch) for batch in data])
-
-    def trial(chosen: Overrides) -> float:
-        return output(quantize(model, data, example_inputs, config, chosen))
-
-    whole = quantize(model, data, example_inputs, config, overrides)
-    rows = [row for row in explain(whole).rows if row.is_matmul and row.quantized]
-    if not rows:
-        raise ValueError(
-            "torchq.sensitivity: model must have a convolution or linear that runs in int8, got "
-            "none. torchq.explain(torchq.quantize(...)) says why each stays float."
-        )
-    together = output(whole)
-    found = []
-    for row in with_progress("sensitivity", rows, progress):
-        name = escape(row.name)
-        own = resolve(overrides, row.name, config)
-        alone, kept = trial({"*": None, name: own}), trial({**overrides, name: None})
-        found.append(Sensitivity(row.name, alone, kept, together))
-    return Sensitivities(sorted(found, key=lambda entry: entry.alone))

@@ -10,7 +10,8 @@ from glob import escape
 
 from torch import nn
 
-from torchq.analysis.accuracy import sensitivity
+from torchq.analysis.explanation import explain
+from torchq.analysis.sensitivities import NothingInt8, sensitivity
 from torchq.attributes.options import RECIPES
 from torchq.convert.api import quantize
 from torchq.nn.inputs import Inputs, batches
@@ -23,7 +24,7 @@ class Trial:
 
     Attributes:
         recipe: of its configuration.
-        in_float: names of layers that were kept float beside those of ``overrides``.
+        in_float: names of layers and functions that were kept float beside those of ``overrides``.
         score: what ``evaluate`` returned.
     """
 
@@ -67,7 +68,7 @@ def tune(
     """Return the first quantized model that ``evaluate`` scores at most ``max_drop`` lower.
 
     The recipes "fast", "accurate" and "best" come first. Where none is good enough, "best" keeps
-    one more layer float at a time, in the order of :func:`torchq.sensitivity` on the first batch.
+    one more layer or function float at a time, in the order of :func:`torchq.sensitivity`.
 
     Args:
         model: float32 or bfloat16, in eval mode.
@@ -80,7 +81,7 @@ def tune(
 
     Raises:
         ValueError: ``max_drop`` is negative, the float model's score is not finite, or more is lost
-            with every layer in float.
+            with everything in float.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
@@ -100,7 +101,7 @@ def tune(
     config, overrides = QConfig() if config is None else config, dict(overrides or {})
     data = list(batches("tune", data, progress=False))
     example = data[0] if example_inputs is None else example_inputs
-    baseline, trials = evaluate(model), list[Trial]()
+    baseline, trials, last = evaluate(model), list[Trial](), list[nn.Module]()
     if not math.isfinite(baseline):
         raise ValueError(
             f"torchq.tune: evaluate must give the float model a finite score, got {baseline}. "
@@ -111,6 +112,7 @@ def tune(
         chosen = replace(config, recipe=recipe)  # type: ignore[arg-type]
         kept = overrides | dict.fromkeys(map(escape, in_float))
         quantized = quantize(model, data, example, chosen, kept)
+        last[:] = [quantized]
         trials.append(Trial(recipe, in_float, evaluate(quantized)))
         enough = trials[-1].score >= baseline - max_drop
         return Tuned(quantized, baseline, tuple(trials)) if enough else None
@@ -118,14 +120,31 @@ def tune(
     for recipe in RECIPES[RECIPES.index(config.recipe) :]:
         if found := tried(recipe, ()):
             return found
-    best = replace(config, recipe="best")
-    ranking = sensitivity(model, data[:1], example, best, overrides, progress=False)
-    names = tuple(layer.name for layer in ranking)
+    names = _ranked(model, data, example, config, overrides)
     for count in range(1, len(names) + 1):
         if found := tried("best", names[:count]):
             return found
+    while left := tuple(row.name for row in explain(last[0]).rows if row.quantized):
+        names += left  # embeddings, and what only now became int8
+        if found := tried("best", names):
+            return found
     raise ValueError(
-        f"torchq.tune: max_drop must be reached with every layer in float, got {trials[-1].score} "
+        f"torchq.tune: max_drop must be reached with everything in float, got {trials[-1].score} "
         f"beside {baseline} of the float model. Check that evaluate returns the same for the same "
         "model, or allow more."
     )
+
+
+def _ranked(
+    model: nn.Module, data: Sequence[Inputs], example: Inputs, config: QConfig, overrides: Overrides
+) -> tuple[str, ...]:
+    """Return names of the layers and functions in int8, the most harmful first.
+
+    GPTQ changes the order little and takes long, so that layers are measured without.
+    """
+    accurate = replace(config, recipe="accurate")
+    try:
+        found = sensitivity(model, data, example, accurate, overrides, progress=False)
+    except NothingInt8:
+        return ()
+    return tuple(entry.name for entry in found)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 from torch import nn
 
 from torchq.convert.rows import NOT_CALLED, Row, Weight, joined
-from torchq.nn.attached import attachment_of, computing_modules
+from torchq.nn.attached import attachment_of, computing_modules, graphs_of
 from torchq.nn.embedding import QEmbedding, QEmbeddingBag
 from torchq.nn.module import QModule
 from torchq.nn.notebook import html_table, text_table
 
 _RECURRENT = ("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
 
+_LINE = 200  # characters of guards
 _HEADS = ("module", "class", "runs in", "attributes, or why it is float")
 
 
@@ -41,8 +43,46 @@ class GraphRow:
         where = f"'{self.module}'" if self.module else "the model"
         return (
             f"graph of {where}: {self.graph_calls} calls, {self.own_calls} of own code; guards: "
-            f"{joined(self.guards)}"
+            f"{_shortened(self.guards)}"
         )
+
+
+@dataclass(frozen=True)
+class InputRow:
+    """Float values that became int8, in samples that a few calls took.
+
+    Attributes:
+        name: of the input, or of the module that reads the values.
+        sampled: how many values were looked at.
+        clipped: how many of them lay beyond the range.
+        nans: how many of them were NaN.
+        range: from calibration.
+        seen: the smallest and the largest of them.
+    """
+
+    name: str
+    sampled: int
+    clipped: int
+    nans: int
+    range: tuple[float, float]
+    seen: tuple[float, float]
+
+    def __str__(self) -> str:
+        """One line."""
+        (low, high), (seen_low, seen_high) = self.range, self.seen
+        nans = f", {self.nans} NaN" if self.nans else ""
+        return (
+            f"{self.name}: of {self.sampled} sampled values {self.clipped} clipped{nans}; range "
+            f"{low:.4g} to {high:.4g}, seen {seen_low:.4g} to {seen_high:.4g}"
+        )
+
+
+def _shortened(guards: tuple[str, ...]) -> str:
+    """Return guards in one line: as many as fit, and how many there are more."""
+    ends = list(itertools.accumulate(len(guard) + 2 for guard in guards))
+    count = max(1, sum(end <= _LINE for end in ends))
+    more = f"; and {len(guards) - count} more (explain(model).graphs)"
+    return f"{joined(guards[:count])}{more if count < len(guards) else ''}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,6 +96,7 @@ class Explanation:
         graphs: of the model or its parts.
         weights: parameters that data is multiplied by, in any code.
         embeddings: bytes of the embeddings with quantized rows, and what float32 would take.
+        inputs: values that calls brought as float and that became int8, where any were sampled.
     """
 
     rows: tuple[Row, ...]
@@ -64,6 +105,7 @@ class Explanation:
     graphs: tuple[GraphRow, ...] = field(default=(), compare=False)  # they count calls
     weights: tuple[Weight, ...] = ()
     embeddings: tuple[int, int] = (0, 0)
+    inputs: tuple[InputRow, ...] = field(default=(), compare=False)
 
     @property
     def float_weights(self) -> tuple[Weight, ...]:
@@ -106,6 +148,10 @@ class Explanation:
         own, in_float = self.embeddings
         if own:
             lines.append(f"embeddings: {own:,} bytes, instead of {in_float:,} in float32")
+        lost = [row for row in self.inputs if row.clipped or row.nans]
+        lines.extend(str(row) for row in lost[:4])
+        if len(lost) > 4:
+            lines.append(f"and {len(lost) - 4} more inputs with clipped values")
         lines.extend(str(graph) for graph in self.graphs[:4])
         if len(self.graphs) > 4:
             lines.append(f"and {len(self.graphs) - 4} more graphs")
@@ -154,8 +200,8 @@ def explain(model: nn.Module) -> Explanation:
             :func:`torchq.quantize_dynamic` or :func:`torchq.load`.
 
     Returns:
-        A report that prints as a table. Its ``rows``, ``graphs`` and ``float_weights`` are for
-        programs.
+        A report that prints as a table. Its ``rows``, ``graphs``, ``inputs`` and ``float_weights``
+        are for programs.
 
     Raises:
         ValueError: the model comes from none of these.
@@ -191,4 +237,16 @@ def explain(model: nn.Module) -> Explanation:
     tables = {id(m.rows): m for m in model.modules() if isinstance(m, kinds)}.values()
     floats = sum(4 * table.num_embeddings * table.embedding_dim for table in tables)
     embeddings = sum(table.rows.nbytes for table in tables), floats
-    return Explanation(tuple(rows), details, note, graphs, weights, embeddings)
+    return Explanation(tuple(rows), details, note, graphs, weights, embeddings, _inputs(model))
+
+
+def _inputs(model: nn.Module) -> tuple[InputRow, ...]:
+    """Return what the quantized modules of graphs and leaves counted."""
+    parts = [module for _, graph in graphs_of(model) for module in graph.modules()]
+    modules = {id(module): module for module in (*parts, *model.modules())}.values()
+    counters = [module._clips for module in modules if isinstance(module, QModule)]
+    return tuple(
+        InputRow(c.name, c.sampled, c.clipped, c.nans, (c.low, c.high), (c.seen_low, c.seen_high))
+        for c in counters
+        if c.sampled
+    )

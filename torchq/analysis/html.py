@@ -112,11 +112,10 @@ def _headline(
     """Return the sentence on top, and the figures below it."""
     matmuls = [row for row in rows if row.is_matmul and row.reason != NOT_CALLED]
     quantized = sum(row.quantized for row in matmuls)
-    speedup, smaller = times.speedup, before / max(after, 1)
+    smaller = before / max(after, 1)
     share = 100 * 10 ** (-accuracy.output / 20)
-    faster = f"{_ratio(speedup.median, 'faster', 'slower')} and " if times.is_steady else ""
     lead = (
-        f"{faster}{_ratio(smaller, 'smaller', 'larger')} than float; the results differ by "
+        f"{_faster(times)}{_ratio(smaller, 'smaller', 'larger')} than float; the results differ by "
         f"{share:.2g} % of their size. "
         f"{quantized} of {len(matmuls)} convolutions, linear and recurrent layers run in int8."
     )
@@ -131,10 +130,21 @@ def _headline(
 
 
 def _speed_fact(times: Profile) -> tuple[str, str]:
-    """Return the speed, or why there is no figure for it."""
+    """Return the speed and the times behind it, or why there is no figure for it."""
+    if times.note:
+        return "speed unknown", times.note
+    text = f"faster: {_ms(times.float_ms)} to {_ms(times.int8_ms)} ms"
+    return str(times.speedup), text if times.is_steady else f"{text}; {UNSTEADY}"
+
+
+def _faster(times: Profile) -> str:
+    """Return the speed as the beginning of a sentence, as far as the times bear it out."""
+    speedup, (low, high) = times.speedup, times.speedup.bounds
     if times.is_steady:
-        return str(times.speedup), f"faster: {_ms(times.float_ms)} to {_ms(times.int8_ms)} ms"
-    return "speed unknown", times.note or f"{times.speedup}: {UNSTEADY}"
+        return f"{_ratio(speedup.median, 'faster', 'slower')} and "
+    if times.note or low < 1 < high:
+        return ""
+    return f"at least {_ratio(low if low >= 1 else high, 'faster', 'slower')} and "
 
 
 def _ratio(value: float, more: str, less: str) -> str:

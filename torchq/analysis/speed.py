@@ -17,10 +17,11 @@ from torchq.analysis import timing
 from torchq.analysis.explanation import explain
 from torchq.analysis.timing import UNSTEADY, Speedup, Times, crowded, measure
 from torchq.nn.attached import computing_modules, watching
-from torchq.nn.inputs import Inputs, call
+from torchq.nn.inputs import Inputs, split_inputs
 from torchq.nn.model_state import as_before
 from torchq.nn.module import QModule
 from torchq.nn.notebook import html_table
+from torchq.nn.trees import copied
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Profile:
         """One line per layer, then the whole, then what loses; a function has no float time."""
         lines = [
             f"{layer.float_ms:9.3f} ms float  {layer.int8_ms:9.3f} ms int8  ".replace("nan", "  -")
-            + f"{layer.speedup or '-'!s:>6}  {layer.name}"
+            + f"{layer.speedup or '-'!s:>14}  {layer.name}"
             for layer in self.layers
         ]
         lines.append(f"{self.float_times} float  {self.int8_times} int8")
@@ -193,13 +194,13 @@ class _Watch:
     def run(self, model: nn.Module, inputs: Inputs) -> None:
         """One call of the model."""
         self.rounds.append(defaultdict(float))
-        handles = []
+        handles, (args, kwargs) = [], copied(*split_inputs(inputs))
         for name, module in self.modules.items():
             handles.append(module.register_forward_pre_hook(partial(self._start, name)))
             handles.append(module.register_forward_hook(partial(self._stop, name)))
         with watching(handles):
             start = timing.clock()
-            call(model, inputs)
+            model(*args, **kwargs)
             self.wholes.append(max(1e3 * (timing.clock() - start), 1e-9))
 
     def _start(self, name: str, module: nn.Module, args: object) -> None:

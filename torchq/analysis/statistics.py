@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
-from torchq.convert.statistics import observers, weights_digest
+from torchq.attributes.json_text import read_json
+from torchq.nn.observers import observers, weights_digest
 from torchq.quantization.observers import Observer, PerChannelMinMaxObserver
 from torchq.quantization.observers.recorded import (
     Recorded,
@@ -20,10 +20,9 @@ from torchq.quantization.observers.recorded import (
     replaced,
 )
 from torchq.quantization.recipes.rows import RowPowers
-from torchq.serialization.tensor_file import is_zip, read_pickled, read_tensors, write_tensors
+from torchq.serialization.tensor_file import read_tensors, write_tensors
 
 _FORMAT = "torchq-calibration-2"
-_FORMAT_0_1 = "torchq-calibration-1"
 
 
 def save_calibration(prepared: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -121,19 +120,13 @@ def _read(path: Path) -> tuple[dict[str, Recorded], str]:
     if path.is_dir():
         raise _not_ours(path, "it is a directory")
     try:
-        if is_zip(path):
-            content: Any = read_pickled(path)
-            if content["format"] != _FORMAT_0_1:
-                raise ValueError("it is of another version")
-            old = content["observers"]
-            return {name: Recorded(text, dict(state)) for name, (text, state) in old.items()}, ""
         tensors, metadata = read_tensors(path)
         if metadata.get("format") != _FORMAT:
             raise ValueError("it holds no calibration")
-        names = json.loads(metadata["observers"])
+        names = read_json(metadata["observers"].encode())
         if not all(isinstance(text, str) for pair in names for text in pair):
             raise ValueError("its observers are no pairs of texts")
-        elsewhere = json.loads(metadata.get("elsewhere", "[]"))
+        elsewhere = {*read_json(metadata.get("elsewhere", "[]").encode())}
         found = [Recorded(text, {}, name in elsewhere) for name, text in names]
         for key, value in tensors.items():
             i, _, name = key.partition(".")

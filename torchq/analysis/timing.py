@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from torchq.nn.inputs import Inputs, call
+from torchq.nn.inputs import Inputs, call, call_with, split_inputs
+from torchq.nn.model_state import is_same
+from torchq.nn.trees import copied
 from torchq.runtime.cpus import usable_cpus
 
 clock = time.perf_counter
@@ -19,9 +22,7 @@ _TICK = 1e-6  # milliseconds: a clock may be too coarse to see a call
 _WIDEST = 1.3
 """Quartiles of a ratio further apart than this bear out no single figure."""
 
-UNSTEADY = (
-    "the times differ too much from round to round for one figure: run again on an idle machine"
-)
+UNSTEADY = "the times differ from round to round: run again on an idle machine for one figure"
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,20 @@ class Speedup:
         apart = max(self.best, self.median) / min(self.best, self.median)
         return self.high <= _WIDEST * self.low and apart <= _WIDEST
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Return the least and the most that the rounds bear out."""
+        return min(self.low, self.best), max(self.high, self.best)
+
     def __str__(self) -> str:
-        """Return the median, or only the range where the spread does not bear it out."""
+        """Return the median, or in words what the rounds bear out where they differ much."""
+        low, high = self.bounds
         if self.is_steady:
             return f"{self.median:.1f}x"
-        low, high = min(self.low, self.best), max(self.high, self.best)
+        if low >= 1:
+            return f"at least {math.floor(10 * low) / 10:.1f}x"
+        if high <= 1:
+            return f"at most {math.ceil(10 * high) / 10:.1f}x"
         return f"{low:.1f}x to {high:.1f}x"
 
 
@@ -112,6 +122,7 @@ def measure(
     A busy machine slows all alike, so the times of one round can be compared. Each model runs three
     times before, in inference mode, with as many threads as ``torch.get_num_threads()``. The first
     call of a turn is not timed: it reads again what the other models have driven from the caches.
+    A model that writes to its inputs gets copies in each call, made while no clock runs.
 
     Args:
         models: by the names that the result has.
@@ -129,25 +140,63 @@ def measure(
         )
     samples: dict[str, list[float]] = {name: [] for name in models}
     with torch.inference_mode():
+        written = {name: _is_written(model, inputs) for name, model in models.items()}
         for model in models.values():
-            for _ in range(3):
+            for _ in range(2):
                 call(model, inputs)
         for _ in range(rounds):
             for name, model in models.items():
                 call(model, inputs)
+                given = split_inputs(inputs)
+                turn = [copied(*given) if written[name] else given for _ in range(calls)]
                 start = clock()
-                for _ in range(calls):
-                    call(model, inputs)
+                for args, kwargs in turn:
+                    model(*args, **kwargs)
                 samples[name].append((clock() - start) * 1e3 / calls)
     return {name: Times(tuple(times)) for name, times in samples.items()}
 
 
+class Milliseconds(dict[str, float]):
+    """Median milliseconds by name, and a table of them as ``str``.
+
+    Attributes:
+        times: of each round, by name.
+    """
+
+    def __init__(self, times: Mapping[str, Times]) -> None:
+        """Take the medians of the rounds."""
+        super().__init__({name: each.median for name, each in times.items()})
+        self.times = dict(times)
+
+    def __str__(self) -> str:
+        """One line per model: median, quartiles, and the speed beside the first model."""
+        first, width = next(iter(self.times), ""), max(map(len, self.times), default=0)
+        speedups = {n: Speedup.of(self.times[first], own) for n, own in self.times.items()}
+        lines = [f"{name:{width}}{own}" for name, own in self.times.items()]
+        for i, speedup in enumerate(speedups.values()):
+            lines[i] += f"  {speedup} as fast as {first}" if i else ""
+        steady = all(speedup.is_steady for speedup in speedups.values())
+        if note := crowded() or ("" if steady else UNSTEADY):
+            lines.append(note)
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def _is_written(model: nn.Module, inputs: Inputs) -> bool:
+    """Call the model; return whether it writes to its inputs, so that each call needs new ones."""
+    given, before = (copied(*split_inputs(inputs)) for _ in range(2))
+    call_with(model, *given)
+    return not is_same(before, given)
+
+
 def milliseconds(
     models: Mapping[str, nn.Module], inputs: Inputs, rounds: int = 11, calls: int = 1
-) -> dict[str, float]:
+) -> Milliseconds:
     """Return the median time of one call of each model; the models take turns.
 
     Each model runs three times before, in inference mode, on ``torch.get_num_threads()`` threads.
+    A model that writes to its inputs gets copies in each call, made while no clock runs.
 
     Args:
         models: by the names that the result has.
@@ -155,8 +204,10 @@ def milliseconds(
         rounds: how many times each model has its turn.
         calls: of a turn, which counts as their mean: more for models of a few microseconds.
 
+    Returns:
+        A dict that prints as a table, with the quartiles of the rounds.
+
     Raises:
         ValueError: ``rounds`` or ``calls`` is less than 1.
     """
-    times = measure(models, inputs, rounds, calls)
-    return {name: each.median for name, each in times.items()}
+    return Milliseconds(measure(models, inputs, rounds, calls))

@@ -129,14 +129,19 @@ def check_choice(
     known = list(known)
     if value in known:
         return value
-    nearest = [found] if (found := (aliases or {}).get(str(value))) else []
-    nearest += [name for name in known if f"_{value}_" in f"_{name}_"]
-    within = [name for name in known if f"_{name}_" in f"_{value}_"]
-    nearest += sorted(within, key=len, reverse=True)
-    nearest += difflib.get_close_matches(str(value), known, n=1, cutoff=0.0)
+    found = (aliases or {}).get(str(value)) or nearest(str(value), known)
     raise ValueError(
-        f"{where} must be one of {', '.join(known)}, got {value!r}. Did you mean {nearest[0]!r}?"
+        f"{where} must be one of {', '.join(known)}, got {value!r}. Did you mean {found!r}?"
     )
+
+
+def nearest(value: str, known: Sequence[str], cutoff: float = 0.0) -> str:
+    """Return the known name that is most like another, by its words first; "" where none is."""
+    found = [name for name in known if f"_{value}_" in f"_{name}_"]
+    within = [name for name in known if f"_{name}_" in f"_{value}_"]
+    found += sorted(within, key=len, reverse=True)
+    found += difflib.get_close_matches(value, known, n=1, cutoff=cutoff)
+    return found[0] if found else ""
 
 
 def float_values(where: str, values: Values, *, positive: bool = False) -> Tensor:

@@ -33,6 +33,7 @@ from torchq.capture.graph import (
 from torchq.capture.module_kinds import MATMUL
 from torchq.capture.patterns import row_of
 from torchq.capture.rewrites import as_torch_call, base_name, full_name, is_random, passed_on
+from torchq.nn.trees import opened
 from torchq.quantization.recipes.phases import largest_phase
 
 _ATEN = torch.ops.aten
@@ -219,10 +220,8 @@ class _Plain:
             overload = target._overloadname
             call = getattr(getattr(_ATEN, name), overload)
             self.env[node] = self._function(node, args, kwargs, call)
-        elif name == "baddbmm" and not kwargs:
-            product = self._function(node, args[1:], {}, _ATEN.bmm.default)
-            added = (product, args[0])
-            self.env[node] = self._function(node, added, {}, _ATEN.add.Tensor)
+        elif name == "baddbmm":
+            self.env[node] = self._add_product(node, *args, **kwargs)
         elif name == "glu":
             halves = self._function(
                 node, (args[0], 2, *(args[1:] or (-1,))), {}, _ATEN.chunk.default
@@ -264,6 +263,19 @@ class _Plain:
         if (looks_up and not static) or (name in _REPEATED and not sources[0].meta["varying"]):
             positional = False  # values of a table, all of them where it is repeated
         return self._noted(made, node, varying=varying, static=static, positional=positional)
+
+    def _add_product(
+        self, node: fx.Node, added: Any, first: Any, second: Any, *, beta: Any = 1, alpha: Any = 1
+    ) -> fx.Node:
+        """Write ``beta * added + alpha * first @ second``."""
+        product = self._function(node, (first, second), {}, _ATEN.bmm.default)
+        if alpha != 1:
+            product = self._function(node, (product, alpha), {}, _ATEN.mul.Scalar)
+        if beta == 0:
+            return product
+        if beta != 1:
+            added = self._function(node, (added, beta), {}, _ATEN.mul.Scalar)
+        return self._function(node, (product, added), {}, _ATEN.add.Tensor)
 
     def _without_empty(self, parts: Any) -> Any:
         """Leave out ``torch.tensor([])``, which a cache of keys begins with: cat ignores it."""
@@ -374,7 +386,7 @@ class _Plain:
 
 def _argument_names(exported: Exported, model: nn.Module) -> list[str]:
     """Return the names that the model's code has for its tensors, which scripts keep."""
-    leaves, _ = pytree.tree_flatten_with_path((exported.args, exported.kwargs))
+    leaves, _ = pytree.tree_flatten_with_path(opened((exported.args, exported.kwargs)))
     parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
     positional = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
     found: list[str] = []

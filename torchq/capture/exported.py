@@ -8,16 +8,14 @@ module's code decides otherwise; such decisions come back as guards, conditions 
 from __future__ import annotations
 
 import contextlib
-import copy
 import enum
 import inspect
 import io
 import logging
-import math
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from traceback import FrameSummary
@@ -29,11 +27,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
+from torchq.capture.condition import Condition
 from torchq.capture.one_call import FakeFunctions, as_fake_calls, as_one_call
+from torchq.capture.terms import Size
 from torchq.nn.model_state import changed, state_of, twin
+from torchq.nn.trees import copied, opened
 
 _LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 _SIZE = re.compile(r"L\['(?:tensors'|args'\]\[0)\]\[(\d+)\]\.size\(\)")
+_SOURCE = re.compile(rf"{_SIZE.pattern}\[(\d+)\]")
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _MUTATIONS = ("BUFFER_MUTATION", "USER_INPUT_MUTATION", "PARAMETER_MUTATION")
 
@@ -65,8 +67,8 @@ class Exported:
         program: the graph of ATen calls; its inputs are the tensors of the call, in order.
         args, kwargs: of the example, perhaps with a larger batch.
         arguments: the tensors that the graph takes.
-        guards: conditions on ``s0[0]`` and the like: sizes of the tensors.
-        lines: such a size -> the line of the module's code that fixes it.
+        guards: conditions on the sizes of the tensors.
+        lines: size -> the line of the module's code that fixes it.
         neutral: name of an option -> values of it that give the same results as the example.
     """
 
@@ -74,19 +76,19 @@ class Exported:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     arguments: list[Argument]
-    guards: list[str] = field(default_factory=list)
-    lines: dict[str, str] = field(default_factory=dict)
+    guards: list[Condition] = field(default_factory=list)
+    lines: dict[Size, str] = field(default_factory=dict)
     neutral: dict[str, list[Any]] = field(default_factory=dict)
 
     @property
     def tensors(self) -> list[Tensor]:
         """The example's tensors, in the order of the graph's inputs."""
-        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        leaves = pytree.tree_leaves(opened((self.args, self.kwargs)))
         return [leaves[argument.index] for argument in self.arguments]
 
     def call(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of the example with other tensors."""
-        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        leaves, spec = pytree.tree_flatten(opened((self.args, self.kwargs)))
         for argument, tensor in zip(self.arguments, tensors, strict=True):
             leaves[argument.index] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, spec)
@@ -94,12 +96,12 @@ class Exported:
 
     def takes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Return whether the graph takes tensors of these sizes."""
-        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+        leaves = pytree.tree_leaves(opened((tuple(args), dict(kwargs))))
         tensors = [leaves[argument.index] for argument in self.arguments]
         pairs = zip(self.arguments, tensors, strict=True)
         sizes = (pair for a, t in pairs for pair in zip(a.shape, t.shape, strict=True))
         shapes = shapes_of(tensors)
-        return all(a in (None, b) for a, b in sizes) and all(holds(g, shapes) for g in self.guards)
+        return all(a in (None, b) for a, b in sizes) and all(g.holds(shapes) for g in self.guards)
 
 
 class _Adapter(nn.Module):
@@ -133,9 +135,10 @@ def export(
     Raises:
         CaptureError: torch.export does not capture the call, or the module keeps what it computes.
     """
-    if why := _why_not(module, args, kwargs) or _why_unknown("takes", (args, kwargs)):
+    if why := _why_not(module, args, kwargs) or _why_unknown("takes", opened((args, kwargs))):
         raise CaptureError(why)
-    args, kwargs = _clean(tuple(args)), _clean(dict(kwargs))
+    # contiguous, since other strides would become guards
+    args, kwargs = _mapped(lambda t: t.detach().clone().contiguous(), (tuple(args), dict(kwargs)))
     module, fakes = _warm(module, args, kwargs)
     wider = _widened(module, args, kwargs) if widen else None
     if wider is not None:
@@ -184,9 +187,9 @@ def _is_constant(leaf: Any) -> bool:
     return isinstance(leaf, kinds)
 
 
-def _clean(value: Any) -> Any:
-    """Contiguous copies of tensors, since other strides would become guards."""
-    return pytree.tree_map_only(Tensor, lambda t: t.detach().clone().contiguous(), value)
+def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return the same with other tensors."""
+    return pytree.tree_map_only(Tensor, function, opened(value))
 
 
 def _warm(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, bool]:
@@ -198,11 +201,11 @@ def _warm(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, bool]:
         CaptureError: each call changes what it keeps, the values of the first one decide, the code
             changes what its arguments hold, or it returns what no graph holds.
     """
-    warm, again, given = twin(module), twin(module), copy.deepcopy((args, kwargs))
-    before, (leaves, spec) = state_of(warm), pytree.tree_flatten(given)
+    warm, again, given = twin(module), twin(module), copied(args, kwargs)
+    before, (leaves, spec) = state_of(warm), pytree.tree_flatten(opened(given))
     with torch.no_grad(), FakeFunctions(replace=False) as functions:
         result = warm(*given[0], **given[1])
-    now = pytree.tree_flatten(given)
+    now = pytree.tree_flatten(opened(given))
     if now[1] != spec or any(a is not b for a, b in zip(leaves, now[0], strict=True)):
         raise CaptureError("its code changes what its arguments hold")
     if why := _why_unknown("returns", result):
@@ -211,8 +214,9 @@ def _warm(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, bool]:
     if not changed(before, first):
         return module, functions.seen
     with torch.no_grad(), contextlib.suppress(Exception):  # of values that the code refuses
-        warm(*copy.deepcopy(args), **copy.deepcopy(kwargs))
-        args, kwargs = pytree.tree_map_only(Tensor, _other_values, (args, kwargs))
+        given = copied(args, kwargs)
+        warm(*given[0], **given[1])
+        args, kwargs = _mapped(_other_values, (args, kwargs))
         again(*args, **kwargs)
     found = changed(first, state_of(warm)) or changed(first, state_of(again))
     for name, keys in found.items():
@@ -230,17 +234,19 @@ def _widened(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
 
     torch.export takes a size of one for a constant.
     """
-    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()]
+    leaves = pytree.tree_leaves(opened((args, kwargs)))
+    tensors = [t for t in leaves if isinstance(t, Tensor) and t.dim()]
     if not tensors or any(t.shape[0] != 1 for t in tensors):
         return None
 
     def twice(t: Tensor) -> Tensor:
         return torch.cat([t, t]) if t.dim() else t
 
-    wide = pytree.tree_map_only(Tensor, twice, (args, kwargs))
+    wide = _mapped(twice, (args, kwargs))
+    given = copied(*wide)
     with torch.no_grad():
         try:
-            results = twin(module)(*copy.deepcopy(wide[0]), **copy.deepcopy(wide[1]))
+            results = twin(module)(*given[0], **given[1])
         except Exception:  # of the model's own code
             return None
     found = [t for t in pytree.tree_leaves(results) if isinstance(t, Tensor)]
@@ -248,13 +254,13 @@ def _widened(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
 
 
 def _export(module: nn.Module, args: Any, kwargs: Any, fakes: bool) -> Exported:
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves, spec = pytree.tree_flatten(opened((args, kwargs)))
     adapter = _Adapter(as_fake_calls(as_one_call(twin(module))), leaves, spec).eval()
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
     if not tensors:
         raise CaptureError("it takes no tensor")
     dims = (tuple({d: Dim.AUTO for d, n in enumerate(t.shape) if n > 1} for t in tensors),)
-    lines: dict[str, str] = {}
+    lines: dict[Size, str] = {}
     with _quiet(), torch.no_grad(), FakeFunctions() if fakes else contextlib.nullcontext():
         try:
             program = torch.export.export(adapter, tensors, dynamic_shapes=dims, strict=False)
@@ -270,7 +276,7 @@ def _export(module: nn.Module, args: Any, kwargs: Any, fakes: bool) -> Exported:
     positions = adapter.positions
     arguments = _arguments(program, positions, leaves)
     exported = Exported(program, args, kwargs, arguments, _guards(program), lines)
-    if failed := [guard for guard in exported.guards if not holds(guard, shapes_of(tensors))]:
+    if failed := [guard for guard in exported.guards if not guard.holds(shapes_of(tensors))]:
         raise CaptureError(f"a guard of torch.export cannot be checked: {failed[0]}")
     return exported
 
@@ -310,38 +316,38 @@ def _arguments(program: ExportedProgram, positions: list[int], leaves: list[Any]
     return result
 
 
-def _lines(program: ExportedProgram) -> dict[str, str]:
+def _lines(program: ExportedProgram) -> dict[Size, str]:
     """Return the lines of code outside torch that fix sizes, as ``len(x)`` does."""
     values = (node.meta.get("val") for node in program.graph.find_nodes(op="placeholder"))
     env: Any = next((v.fake_mode.shape_env for v in values if isinstance(v, FakeTensor)), None)
-    found: dict[str, str] = {}
+    found: dict[Size, str] = {}
     for symbol, place in env.replacements_slocs.items() if env else ():
         frame = place.framework_loc
         own = isinstance(frame, FrameSummary) and not frame.filename.startswith(_TORCH)
         if own and env.replacements[symbol].is_number:
             line = f"{Path(frame.filename).name}:{frame.lineno} ({frame.line})"
             for source in env.var_to_sources.get(symbol, ()):
-                found[_SIZE.sub(r"s\1", source.name)] = line
+                if match := _SOURCE.fullmatch(source.name):
+                    found[Size(*map(int, match.groups()))] = line
     return found
 
 
-def _guards(program: ExportedProgram) -> list[str]:
-    """Return torch's guards as conditions on ``s0``, ``s1``, ...: the shapes of the tensors."""
-    guards = getattr(program, "_guards_code", None) or []
-    return list(dict.fromkeys(_SIZE.sub(r"s\1", guard) for guard in guards))
+def _guards(program: ExportedProgram) -> list[Condition]:
+    """Return torch's guards as conditions on the sizes of the tensors.
 
-
-def shapes_of(tensors: Sequence[Tensor]) -> dict[str, torch.Size]:
-    """Return the names that guards refer to."""
-    return {f"s{i}": tensor.shape for i, tensor in enumerate(tensors)}
-
-
-def holds(guard: str, shapes: Mapping[str, Any]) -> bool:
-    """Return whether a guard holds for these shapes; False where it cannot be evaluated."""
+    Raises:
+        CaptureError: a guard is none.
+    """
+    texts = [_SIZE.sub(r"s\1", text) for text in getattr(program, "_guards_code", None) or []]
     try:
-        return bool(eval(guard, {"torch": torch, "math": math}, dict(shapes)))
-    except Exception:
-        return False
+        return [Condition.parse(text) for text in dict.fromkeys(texts)]
+    except ValueError as error:
+        raise CaptureError(f"a guard of torch.export cannot be checked: {error}") from error
+
+
+def shapes_of(tensors: Sequence[Tensor]) -> dict[int, torch.Size]:
+    """Return the shapes of a graph's tensors, by the numbers that conditions have for them."""
+    return {i: tensor.shape for i, tensor in enumerate(tensors)}
 
 
 def needs_functions(program: ExportedProgram) -> bool:

@@ -73,6 +73,11 @@ def aten_name(node: fx.Node) -> str:
     return str(node.meta.get("aten")).partition("::")[2].partition(".")[0]
 
 
+def function_name(node: fx.Node) -> str:
+    """Return the name of the function that a node calls."""
+    return aten_name(node) or str(getattr(node.target, "__name__", node.target))
+
+
 def parameters_of(node: fx.Node) -> frozenset[str]:
     """Return the parameters that the constants which a node reads are made of."""
     return frozenset().union(*(n.meta.get("parameters", ()) for n in node.all_input_nodes))

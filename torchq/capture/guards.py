@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchq.capture.exported import Argument, Exported, holds
-
-_SIZE = re.compile(r"\bs(\d+)\[(\d+)\]")
-_EQUAL = re.compile(r"s(\d+)\[(\d+)\] == s(\d+)\[(\d+)\]")
+from torchq.capture.condition import NAMES, Condition, by_size
+from torchq.capture.exported import Argument, Exported
+from torchq.capture.terms import Size
+from torchq.nn.trees import opened
 
 
 @dataclass
@@ -29,27 +27,27 @@ class Example:
     Attributes:
         cls: of the module, whose forward has the signature.
         arguments: the tensors that the graph takes.
-        guards: conditions on their shapes ``s0``, ``s1``, ...
+        guards: conditions on their sizes.
         values: parameter of ``forward`` -> what the example gave; tensors are Arguments.
         structure: spec of results that are more than tuples, lists and dicts; None of others.
         limits: more such conditions, of calls that are not traced: ops raise beyond them.
-        lines: size, as ``s0[0]`` -> the line of the module's code that fixes it.
+        lines: size -> the line of the module's code that fixes it.
         neutral: option -> values that give the same results as the example, such as None.
     """
 
     cls: type[nn.Module]
     arguments: list[Argument]
-    guards: list[str]
+    guards: list[Condition]
     values: dict[str, Any]
     structure: Any
-    limits: list[str] = field(default_factory=list)
-    lines: dict[str, str] = field(default_factory=dict)
+    limits: list[Condition] = field(default_factory=list)
+    lines: dict[Size, str] = field(default_factory=dict)
     neutral: dict[str, list[Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, module: nn.Module, exported: Exported, limits: list[str]) -> Example:
+    def of(cls, module: nn.Module, exported: Exported, limits: list[Condition]) -> Example:
         """Return the example of a captured call."""
-        leaves, spec = pytree.tree_flatten((exported.args, exported.kwargs))
+        leaves, spec = pytree.tree_flatten(opened((exported.args, exported.kwargs)))
         for argument in exported.arguments:
             leaves[argument.index] = argument
         args, kwargs = pytree.tree_unflatten(leaves, spec)
@@ -94,18 +92,22 @@ class Example:
 
     def describe(self) -> list[str]:
         """Return the conditions as text, as ``x is float32 of shape [any, 8]``."""
-        labels = self._labels()
-        tensors = [
-            f"{label} is {str(a.dtype).removeprefix('torch.')} of shape {_sizes(a.shape)}"
-            for label, a in zip(labels, self.arguments, strict=True)
-        ]
+        labels, leaders = self._labels(), _leaders(self)
+        ranges, several = by_size((*self.guards, *self.limits))
+        tensors = []
+        for i, (label, argument) in enumerate(zip(labels, self.arguments, strict=True)):
+            known = [size if size is not None else ranges.get(Size(i, d), "any")
+                     for d, size in enumerate(argument.shape)]  # fmt: skip
+            same = leaders[i] != i
+            shape = f"the shape of {labels[leaders[i]]}" if same else f"shape {_sizes(known)}"
+            tensors.append(f"{label} is {str(argument.dtype).removeprefix('torch.')} of {shape}")
+        sizes = [guard.words(_label(labels)) for guard in several if not _is_led(guard, leaders)]
         others = [
             f"{name} is {_brief(value)}"
             for name, value in self.values.items()
-            if value and not any(isinstance(x, Argument) for x in pytree.tree_leaves(value))
+            if value and not _tensors_of(value)
         ]
-        guards = (*self.guards, *self.limits)
-        return [*tensors, *others, *(_readable(guard, labels) for guard in guards)]
+        return [*tensors, *others, *dict.fromkeys(sizes)]
 
     def why(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         """Return what of a call does not meet the guards."""
@@ -114,7 +116,7 @@ class Example:
         except TypeError as error:
             return str(error)
         bound.apply_defaults()
-        shapes: dict[str, Any] = {}
+        shapes: dict[int, Any] = {}
         for name, value in list(bound.arguments.items())[1:]:
             if _is_neutral(self.neutral, name, value):
                 continue
@@ -123,11 +125,11 @@ class Example:
                 return reason
         labels = self._labels()
         for guard in (*self.guards, *self.limits):
-            if not holds(guard, shapes):
-                used = sorted({int(match[1]) for match in _SIZE.finditer(guard)})
-                got = " and ".join(f"{labels[i]} has {list(shapes[f's{i}'])}" for i in used)
-                line = self._line(match[0] for match in _SIZE.finditer(guard))
-                return f"{_readable(guard, labels)} does not hold, since {got}{line}"
+            if not guard.holds(shapes):
+                used = dict.fromkeys(size.tensor for size in guard.sizes)
+                got = " and ".join(f"{labels[i]} has {list(shapes[i])}" for i in used)
+                wanted, line = guard.words(_label(labels)), self._line(guard.sizes)
+                return f"the graph takes calls where {wanted}, but {got}{line}"
         return "its arguments are of other kinds than those of the example inputs"
 
     def why_array(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -144,36 +146,36 @@ class Example:
                 )
         return ""
 
-    def _why_other(self, name: str, expected: Any, value: Any, shapes: dict[str, Any]) -> str:
+    def _why_other(self, name: str, expected: Any, value: Any, shapes: dict[int, Any]) -> str:
         if not isinstance(expected, Argument):
             return self._why_constant(name, expected, value, shapes)
         if type(value) is not Tensor and not _is_tensor(value):
             return f"its argument '{name}' is {_brief(value)}, not a plain tensor"
         index = self.arguments.index(expected)
-        shapes[f"s{index}"] = value.shape
+        shapes[index] = value.shape
         if value.dtype != expected.dtype:
             return f"its argument '{name}' is {value.dtype}, not {expected.dtype}"
         sizes = enumerate(zip(value.shape, expected.shape, strict=False))
-        others = [f"s{index}[{d}]" for d, (s, e) in sizes if e not in (None, s)]
+        others = [Size(index, d) for d, (s, e) in sizes if e not in (None, s)]
         if value.dim() != len(expected.shape) or others:
             wanted, line = _sizes(expected.shape), self._line(others)
             return f"its argument '{name}' has shape {list(value.shape)}, not {wanted}{line}"
         return ""
 
-    def _line(self, sizes: Iterable[str]) -> str:
+    def _line(self, sizes: Iterable[Size]) -> str:
         """Return the line that fixes one of the sizes, as an end of a sentence."""
         line = next((self.lines[size] for size in sizes if size in self.lines), "")
         return f"; {line} fixes this size" if line else ""
 
-    def _why_constant(self, name: str, expected: Any, value: Any, shapes: dict[str, Any]) -> str:
-        before, structure = pytree.tree_flatten(expected)
+    def _why_constant(self, name: str, expected: Any, value: Any, shapes: dict[int, Any]) -> str:
+        before, structure = pytree.tree_flatten(opened(expected))
         if not any(isinstance(leaf, Argument) for leaf in before):
             if _equal(value, expected):
                 return ""
             if type(value) is type(expected) is dict:
                 return self._why_entry(name, expected, value)
             return f"its argument '{name}' is {_brief(value)}, not {_brief(expected)}"
-        leaves, spec = pytree.tree_flatten(value)
+        leaves, spec = pytree.tree_flatten(opened(value))
         if spec != structure:
             return f"its argument '{name}' holds other parts than the example's"
         pairs = zip(before, leaves, strict=True)
@@ -195,9 +197,9 @@ class Example:
         found: dict[Any, str] = {}
         for name, value in self.values.items():
             try:
-                pairs = pytree.tree_flatten_with_path(value)[0]
+                pairs = pytree.tree_flatten_with_path(opened(value))[0]
             except ValueError:  # a class of others, whose parts have no names
-                pairs = [((), leaf) for leaf in pytree.tree_leaves(value)]
+                pairs = [((), leaf) for leaf in pytree.tree_leaves(opened(value))]
             for path, leaf in pairs:
                 if isinstance(leaf, Argument):
                     found[leaf] = f"{name}{pytree.keystr(path)}"
@@ -206,14 +208,19 @@ class Example:
 
 def _source(example: Example) -> tuple[str, dict[str, Any]]:
     """Return the source of :meth:`Example.chooser`, and what the source refers to."""
-    # with underscores: a parameter may be named s1 or math
-    names: dict[str, Any] = {"_torch": torch, "_math": math, "_Tensor": Tensor, "_len": len}
+    # with underscores: a parameter may be named s1 or max
+    names: dict[str, Any] = {
+        **NAMES,
+        "_Tensor": Tensor,
+        "_len": len,
+        "_ArithmeticError": ArithmeticError,
+    }
     names |= {"_flat": _flat, "_equal": _equal, "_is_tensor": _is_tensor}
     head, parts, others = _parameters(example, names), [], []
     given: dict[Argument, str] = {}
     for name, value in example.values.items():
         expected = names[f"_expected_{name}"] = example.options(name, value)
-        found = [leaf for leaf in pytree.tree_leaves(expected) if isinstance(leaf, Argument)]
+        found = _tensors_of(expected)
         text, kind = name, example._kind(name)
         if example.neutral and kind is inspect.Parameter.VAR_KEYWORD:
             names[f"_without_{name}"] = functools.partial(_without, example.neutral)
@@ -221,7 +228,8 @@ def _source(example: Example) -> tuple[str, dict[str, Any]]:
         if isinstance(expected, Argument):
             given[expected] = name
         elif found:
-            parts.append(f"(_f_{name} := _flat({text}, _expected_{name})) is not None")
+            names[f"_expected_{name}"] = pytree.tree_flatten(opened(expected))
+            parts.append(f"(_f_{name} := _flat({text}, *_expected_{name})) is not None")
             given |= {argument: f"_f_{name}[{i}]" for i, argument in enumerate(found)}
         elif not expected and kind in (
             inspect.Parameter.VAR_POSITIONAL,
@@ -237,8 +245,11 @@ def _source(example: Example) -> tuple[str, dict[str, Any]]:
     conditions = [*others, *parts, *_on_tensors(example, texts, names)]
     return (
         f"def choose({head}):\n"
-        f"    if {' and '.join(conditions)}:\n"
-        f"        return ({', '.join(texts)},)\n"
+        "    try:\n"
+        f"        if {' and '.join(conditions)}:\n"
+        f"            return ({', '.join(texts)},)\n"
+        "    except _ArithmeticError:\n"  # of a condition that cannot be computed: 5 % 0
+        "        pass\n"
     ), names
 
 
@@ -264,6 +275,10 @@ def _on_tensors(example: Example, texts: list[str], names: dict[str, Any]) -> li
     Whole shapes that are equal in every call are compared at once: reading one size takes as long.
     """
     leaders, conditions = _leaders(example), []
+
+    def name(size: Size) -> str:
+        return f"_s{leaders[size.tensor]}[{size.dim}]"
+
     for i, (text, argument) in enumerate(zip(texts, example.arguments, strict=True)):
         conditions.append(f"({text}.__class__ is _Tensor or _is_tensor({text}))")
         if leaders[i] != i:
@@ -275,34 +290,39 @@ def _on_tensors(example: Example, texts: list[str], names: dict[str, Any]) -> li
         names[f"_dtype_{i}"] = argument.dtype
         conditions.append(f"{text}.dtype is _dtype_{i}")
     for guard in example.guards:
-        left = re.sub(r"\b(torch|math)\.", r"_\1.", guard)
-        left = _SIZE.sub(lambda match: f"_s{leaders[int(match[1])]}[{match[2]}]", left)
-        sides = left.split(" == ")
-        if len(set(sides)) == len(sides) and f"({left})" not in conditions:
-            conditions.append(f"({left})")
+        text = f"({guard.source(name)})"
+        if text not in conditions and not _is_led(guard, leaders):
+            conditions.append(text)
     return conditions
 
 
 def _leaders(example: Example) -> list[int]:
     """Return, for each tensor, the first one that has the same shape in every call."""
-    same: dict[tuple[int, int], tuple[int, int]] = {}
+    same: dict[Size, Size] = {}
 
-    def first(size: tuple[int, int]) -> tuple[int, int]:
+    def first(size: Size) -> Size:
         while size in same:
             size = same[size]
         return size
 
     for guard in example.guards:
-        if match := _EQUAL.fullmatch(guard):
-            i, d, j, e = map(int, match.groups())
-            a, b = sorted((first((i, d)), first((j, e))))
+        if (pair := guard.equal_sizes) is not None:
+            a, b = sorted(map(first, pair))
             if a != b:
                 same[b] = a
     shapes = [
-        [first((i, d)) if size is None else size for d, size in enumerate(argument.shape)]
+        [first(Size(i, d)) if size is None else size for d, size in enumerate(argument.shape)]
         for i, argument in enumerate(example.arguments)
     ]
     return [shapes.index(shape) for shape in shapes]
+
+
+def _is_led(guard: Condition, leaders: list[int]) -> bool:
+    """Return whether a guard says of two shapes that are equal in every call that they are."""
+    pair = guard.equal_sizes
+    if pair is None:
+        return False
+    return leaders[pair[0].tensor] == leaders[pair[1].tensor] and pair[0].dim == pair[1].dim
 
 
 def _is_neutral(neutral: Mapping[str, list[Any]], name: str, value: Any) -> bool:
@@ -321,12 +341,18 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and torch.compiler.is_compiling()
 
 
-def _flat(value: Any, expected: Any) -> list[Any] | None:
+def _tensors_of(value: Any) -> list[Argument]:
+    """Return the tensors in what the example gave for one parameter."""
+    return [leaf for leaf in pytree.tree_leaves(opened(value)) if isinstance(leaf, Argument)]
+
+
+def _flat(value: Any, before: list[Any], structure: Any) -> list[Any] | None:
     """Return the tensors of a value that holds the same as the example's, else None."""
     leaves, spec = pytree.tree_flatten(value)
-    before, structure = pytree.tree_flatten(expected)
     if spec != structure:
-        return None
+        leaves, spec = pytree.tree_flatten(opened(value))
+        if spec != structure:
+            return None
     tensors = []
     for leaf, known in zip(leaves, before, strict=True):
         if isinstance(known, Argument):
@@ -357,12 +383,12 @@ def _is_plain(spec: Any) -> bool:
     return spec.type in (tuple, list, dict) and all(map(_is_plain, spec.children()))
 
 
-def _readable(guard: str, labels: list[str]) -> str:
-    """Return a guard in the caller's words: ``x.shape[1] == 5``."""
-    return _SIZE.sub(lambda match: f"{labels[int(match[1])]}.shape[{match[2]}]", guard)
+def _label(labels: list[str]) -> Callable[[Size], str]:
+    """Return the function that names a size in the caller's words: ``x.shape[1]``."""
+    return lambda size: f"{labels[size.tensor]}.shape[{size.dim}]"
 
 
-def _sizes(shape: Sequence[int | None]) -> str:
+def _sizes(shape: Sequence[Any]) -> str:
     return f"[{', '.join('any' if size is None else str(size) for size in shape)}]"
 
 

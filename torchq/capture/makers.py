@@ -61,7 +61,8 @@ def _affine(
 ) -> tuple[Tensor, Tensor] | None:
     """(scale, shift), if a function of a tensor at ``position`` and a constant is linear."""
     value = other.detach().double()
-    one, zero = torch.ones((), device="cpu").double(), torch.zeros((), device="cpu").double()
+    one = torch.ones((), dtype=torch.float64, device="cpu")
+    zero = torch.zeros_like(one)
     found = {
         (torch.add, 0): (one, value),
         (torch.add, 1): (one, value),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from torchq.attributes.arguments import FLOATS
 from torchq.capture.module_kinds import MAX_REDUCTION, TOO_LONG
-from torchq.capture.ops import Arguments, Made, Role, is_size, shape_of
+from torchq.capture.ops import Arguments, Made, Role, Step, is_size, shape_of
 from torchq.nn.batch_norm import TRANSPOSED, reduction
 from torchq.nn.fake_scales import weight_scale
 from torchq.nn.float_modules import Attention, AttentionOptions, MatMul
@@ -89,9 +90,9 @@ def attention(a: Arguments) -> Made | str:
         return f"its mask is {mask.meta['value'].dtype}, neither float32, bfloat16 nor bool"
     scale = None if given is None else float(given)  # TorchScript tells them apart
     module = Attention(AttentionOptions(bool(a.is_causal), scale, bool(a.enable_gqa)))
-    made = Made(Role.PRODUCT, module, sources, masks=[] if mask is None else [mask])
-    made.factors = [(a.scale, False)] if sized else []
-    return made
+    scaled: list[Step] = [(operator.mul, (None, a.scale))] if sized else []
+    masked: list[Step] = [] if mask is None else [(operator.add, (None, mask))]
+    return Made(Role.PRODUCT, module, sources, steps=scaled + masked)
 
 
 def inner(a: Arguments) -> Made | str:

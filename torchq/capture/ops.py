@@ -7,7 +7,7 @@ import enum
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
@@ -36,7 +36,14 @@ class Role(enum.Enum):
     OPAQUE = "anything else, in float32"
 
 
-Mask: TypeAlias = fx.Node | tuple[fx.Node, float, float]
+class Split(NamedTuple):
+    """A mask whose leading sizes are those of the product of queries and keys; see Made.split."""
+
+    mask: fx.Node
+
+
+Step: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A function of scores, and its arguments: None for the scores, nodes, numbers, a Split."""
 _OF_STRIDES = ("as_strided", "as_strided_copy", "as_strided_scatter", "view_as_complex")
 NOT_FINITE = "its constant is not finite"
 """Why a sum stays float that is no mask of attention."""
@@ -59,10 +66,10 @@ class Made:
         weight_scale: of a MATMUL, where its weight was fake-quantized: one, or one per channel.
         size: that the module is called with at run time, with nodes; None for none. Of a transposed
             convolution, the output_padding.
-        masks: of attention: what is added to its scores, or (where, what is added there, what
-            elsewhere); a bool mask alone says what is seen.
-        factors: of attention: numbers made of sizes by which its scores are multiplied or, if true,
-            divided.
+        steps: of attention: what is done to the product of queries and keys, in order, in front of
+            the softmax; a single bool mask that is added says what is seen.
+        split: of attention: leading sizes that queries and keys get; None for their own.
+        joined: leading sizes that the result gets back; values are then split, too.
         is_matmul: whether the function is a convolution or linear, int8 or not.
     """
 
@@ -77,8 +84,9 @@ class Made:
     weight_scale: Tensor | None = None
     is_matmul: bool = False
     size: Any = None
-    masks: list[Mask] = field(default_factory=list)
-    factors: list[tuple[fx.Node, bool]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    split: Any = None
+    joined: Any = None
 
 
 @dataclass(eq=False)

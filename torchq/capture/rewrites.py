@@ -12,16 +12,20 @@ from typing import Any
 import torch
 from torch import fx
 
-_RENAMED = {"view": "reshape", "view_as": "reshape_as", "_unsafe_view": "reshape", "_to_copy": "to"}
+_RENAMED = {
+    "view": "reshape", "view_as": "reshape_as", "_unsafe_view": "reshape", "_to_copy": "to",
+    "__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor",
+}  # fmt: skip
 _IGNORED = ("layout", "device", "pin_memory", "non_blocking", "copy")
 _METHODS = {
     "reshape", "expand", "contiguous", "repeat", "expand_as", "reshape_as", "type_as", "unfold",
     "new_zeros", "new_ones", "new_full", "new_empty", "item",
 }  # fmt: skip
-_NUMBERS: dict[Any, Any] = {
+NUMBERS: dict[Any, Any] = {
     torch.sym_max: max, torch.sym_min: min, torch.sym_float: float, torch.sym_int: int,
     torch.sym_not: operator.not_,
 }  # fmt: skip
+"""Functions of torch for sizes, and those of Python for numbers."""
 _PASSED = {"lift_fresh_copy", "detach", "alias", "lift", "_unsafe_view_copy"}
 
 
@@ -45,9 +49,12 @@ def is_random(target: Any) -> bool:
 
 
 def as_torch_call(target: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
-    """Return kind, target and arguments of the node that makes an ATen call."""
+    """Return kind, target and arguments of the node that makes an ATen call.
+
+    Ops keep their overloads: Note [Overloads] in graphs/data.py.
+    """
     if not isinstance(target, torch._ops.OpOverload):
-        return "call_function", _NUMBERS.get(target, target), args, kwargs
+        return "call_function", NUMBERS.get(target, target), args, kwargs
     name, schema = base_name(target), target._schema
     if name == "sym_size":
         return "call_method", "size", args, {}
@@ -56,9 +63,9 @@ def as_torch_call(target: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, A
     args, kwargs = _floats(schema, args, kwargs)
     kwargs = {k: v for k, v in kwargs.items() if v is not None}
     if target.namespace != "aten":
-        return "call_function", target.overloadpacket, args, kwargs
+        return "call_function", target, args, kwargs
     if name == "slice":
-        return _slice(args)
+        return _slice(target, args)
     kwargs = {k: v for k, v in kwargs.items() if k not in _IGNORED}
     if schema.overload_name == "dtype":  # a view of the bits
         return "call_method", name, args, kwargs
@@ -75,7 +82,7 @@ def as_torch_call(target: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, A
         return "call_function", function, args, kwargs
     if name in _METHODS:
         return "call_method", name, args, kwargs
-    return "call_function", target.overloadpacket, args, kwargs
+    return "call_function", target, args, kwargs
 
 
 def _function_of(name: str) -> Callable[..., Any] | None:
@@ -92,13 +99,13 @@ def _function_of(name: str) -> Callable[..., Any] | None:
     return None
 
 
-def _slice(args: tuple[Any, ...]) -> tuple[str, Any, Any, Any]:
+def _slice(target: Any, args: tuple[Any, ...]) -> tuple[str, Any, Any, Any]:
     """``x[:, start:end]``, which is faster than the call."""
     given = [*args, *(0, None, None, 1)[len(args) - 1 :]]
     src, dim, start, end, step = given
     end = None if end == sys.maxsize else end
     if not isinstance(dim, int) or dim < 0:
-        return "call_function", torch.ops.aten.slice, args, {}
+        return "call_function", target, args, {}
     part = slice(start or None if not isinstance(start, fx.Node) else start, end, step)
     part = slice(part.start, part.stop, None if step == 1 else step)
     return "call_function", operator.getitem, (src, (*[slice(None)] * dim, part)), {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,13 +94,13 @@ def quantize(args: argparse.Namespace) -> int:
             "it, such as model.safetensors."
         )
     batches: Sequence[Inputs] = ()
-    if path.is_file():
+    if path.is_file() and path.suffix != ".py":
         model = unpickled(path, args.trust_pickle)
     else:
         model, batches = model_and_batches(args.model)
-    expected = outputs("given model", model, partial(call, model), batches)
     before = state_bytes(model)
     qmodel = _quantized(model, batches, args)
+    expected = outputs("given model", model, partial(call, model), batches)
     torchq.save(qmodel, args.output)
     summarize(qmodel, args.output, before)
     print_accuracy(expected, outputs("int8 model", qmodel, partial(call, qmodel), batches))
@@ -120,10 +120,34 @@ def _quantized(model: nn.Module, batches: Sequence[Inputs], args: argparse.Names
     if is_torchao(model):
         return torchq.from_torchao(model)
     if args.dynamic:
-        return torchq.quantize_dynamic(model)
+        return _dynamic(model)
     if not batches:
         raise ValueError(
             f"torchq quantize: MODEL must give batches to calibrate with, got none from "
             f"'{args.model}'. Return (model, batches), or add --dynamic."
         )
     return static(model, batches, _config(args))
+
+
+def _dynamic(model: nn.Module) -> nn.Module:
+    """Return the model with dynamic layers; its report says what to do for convolutions.
+
+    Raises:
+        ValueError: nothing of it has a dynamic form.
+    """
+    qmodel = torchq.quantize_dynamic(model)
+    rows = torchq.explain(qmodel).rows
+    layers = [row for row in rows if row.is_matmul]
+    if not any(row.quantized for row in layers):
+        kinds = ", ".join(dict.fromkeys(row.kind for row in layers)) or "no layers"
+        raise ValueError(
+            f"torchq quantize: --dynamic must meet linear or recurrent layers, got a model with "
+            f"{kinds}. Leave --dynamic out, and let the function return (model, batches) to "
+            "calibrate convolutions with."
+        )
+    told = "calibrated only: return (model, batches), and leave --dynamic out"
+    vars(qmodel)["torchq_report"] = [
+        replace(row, reason=told) if row.kind.startswith("Conv") and row.requested else row
+        for row in rows
+    ]
+    return qmodel

@@ -9,8 +9,7 @@ The stages, in order:
     recognize, fuse    from nodes to operations, and to what one op computes
     plan               which values are int8, and which share a scale
     prepared           the graph with observers
-    lower              the graph of quantized modules
-    graph_module       that graph, and its code for eager mode; graph_data: as data
+    lower              the graph of quantized modules, by torchq.graphs
     dispatch           which calls take a graph; checks: the same within scripts
     rows, report       what became of each module
 """

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,28 +14,32 @@ import torch
 from torch import nn
 
 from torchq.capture.guards import Example
+from torchq.capture.limits import limits
 from torchq.capture.one_call import without_observers
+from torchq.convert.calibrated import check_calibrated, check_has_data
 from torchq.convert.checks import add_checks
 from torchq.convert.coarse import follow_row_rule
 from torchq.convert.converted_leaves import Source, converted_leaf
 from torchq.convert.dispatch import Dispatch, attach, dispatches
 from torchq.convert.fuse import Layer
-from torchq.convert.graph_code import as_module
-from torchq.convert.limits import limits
 from torchq.convert.lower import Lowering
 from torchq.convert.packed_weights import PackedWeights
 from torchq.convert.parts import Part, Parts, find_parts
 from torchq.convert.plan import Plan
 from torchq.convert.prepared import Prepared, source_samples
 from torchq.convert.report import merged, report_rows
-from torchq.convert.rows import Row, Weight, check_patterns, check_strict, joined
+from torchq.convert.rows import Row, Weight, check_patterns, check_strict
 from torchq.convert.self_contained import SELF_CONTAINED, converted
+from torchq.convert.sources import CHECKS, name_sources
 from torchq.convert.swap.checks import check_model, check_prepared
 from torchq.convert.swap.flow import calibrate, plain_copy, prepare_settled
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.tables import with_rows, with_tables
+from torchq.convert.unseen import keep_options, warn_of_data, warn_of_floats
 from torchq.convert.weights import ParameterWritten, first_names, with_names
+from torchq.graphs.code import as_module
+from torchq.nn.conversions import refusing_conversions
 from torchq.nn.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
 from torchq.nn.leaf import take_hooks
 from torchq.quantization.config import Overrides, QConfig
@@ -102,7 +105,7 @@ def prepared_model(
     if config is not None and not isinstance(config, QConfig):
         raise TypeError(
             f"torchq.prepare: config must be a QConfig or None, got {type(config).__name__}. "
-            "Write torchq.QConfig(activation_bits=7), say."
+            "Write config=torchq.QConfig(activation_bits=7), say."
         )
     model = as_module(model)
     check_model(model)
@@ -170,6 +173,8 @@ def _prepared(
     merged_rows = with_names(merged(leaves, graphs, unused, names), first_names(float_model))
     vars(prepared)["torchq_report"] = with_rows(merged_rows, tables)
     refuse_save_pretrained(prepared)
+    if config.check_inputs:
+        vars(prepared)[CHECKS] = True
     if "" in parts.reasons:
         vars(prepared)["torchq_note"] = f"the whole is not captured: {parts.reasons['']}"
     return prepared
@@ -200,8 +205,8 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
 
     Raises:
         ValueError: ``prepared`` has no observers, or a weight cannot be quantized.
-        RuntimeError: calibration did not reach a graph or a module (the message names it), or
-            ``strict`` and something stays float.
+        RuntimeError: calibration was forgotten, or did not reach a graph or a module (the message
+            names it); or ``strict`` and something stays float.
 
     Example:
         >>> x = torch.randn(8, 16)
@@ -211,7 +216,13 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
         torch.Size([8, 4])
     """
     qat: Any = getattr(prepared, "__dict__", {}).get("torchq_qat")  # of torchq.prepare_qat
-    return converted_model(prepared, strict) if qat is None else qat.convert(prepared, strict)
+    if qat is not None:
+        return qat.convert(prepared, strict)  # type: ignore[no-any-return]
+    check_prepared("convert", prepared)
+    check_has_data(prepared)
+    result = converted_model(prepared, strict)
+    warn_of_data("convert", prepared)
+    return result
 
 
 @torch.inference_mode(False)
@@ -226,7 +237,7 @@ def converted_model(
 
     ``weights`` are packed for other layers, too, that will be put into the result.
     """
-    with _ONE_AT_A_TIME:
+    with _ONE_AT_A_TIME, torch.autocast("cpu", enabled=False):
         return _lowered(prepared, strict, every_leaf, weights or PackedWeights())
 
 
@@ -237,11 +248,11 @@ def _lowered(
     rows: list[Row] = list(prepared.torchq_report)  # type: ignore[arg-type]
     graphs = dispatches(prepared)
     for dispatch in graphs:
-        _check_calibrated(dispatch)
+        check_calibrated(dispatch)
     settled, coarse, rows = follow_row_rule(prepared, [d.graph for d in graphs], rows)
     if strict:
         check_strict(rows, prepared.torchq_weights)  # type: ignore[arg-type]
-    memo: dict[int, Any] = {}
+    memo = dict[int, Any]()
     for name, module in prepared.named_modules():
         if isinstance(module, SELF_CONTAINED):
             memo[id(module)] = take_hooks(converted(module, name), module)
@@ -270,14 +281,10 @@ def _lowered(
     rows = [_with_copies(row, weights) for row in rows]
     refuse_save_pretrained(result)
     vars(result).update(torchq_report=rows, torchq_weights=prepared.torchq_weights)
-    left = [row for row in rows if row.is_matmul and not row.requested]
-    if left and not any(row.quantized for row in rows):
-        warnings.warn(
-            f"torchq.convert: nothing runs in int8; '{left[0].name}' is float: {left[0].reason}. "
-            "torchq.explain tells the others.",
-            stacklevel=6,
-        )
-    return without_gradients(result.eval())
+    keep_options(prepared, result)
+    name_sources(result)
+    warn_of_floats(rows)
+    return refusing_conversions(without_gradients(result.eval()))
 
 
 def _with_copies(row: Row, weights: PackedWeights) -> Row:
@@ -293,20 +300,6 @@ def _take_tensors(graph: nn.Module, memo: dict[int, Any]) -> None:
             module._parameters[key] = copy.deepcopy(parameter, memo)
         for key, buffer in module._buffers.items():
             module._buffers[key] = memo.get(id(buffer), buffer)
-
-
-def _check_calibrated(dispatch: Dispatch) -> None:
-    """Raise RuntimeError where every call of calibration ran the module's own code."""
-    assert isinstance(dispatch.graph, Prepared)
-    observers = [*dispatch.graph.observers, *dispatch.graph.samples]
-    seen = dispatch.graph_calls or any(observer.calibrated for observer in observers)
-    if observers and not seen:
-        where = f"'{dispatch.name}'" if dispatch.name else "the model"
-        raise RuntimeError(
-            f"torchq.convert: calibration must reach the graph of {where}, got no call that meets "
-            f"its guards: {joined(dispatch.conditions())}. Give torchq.prepare "
-            "example_inputs that are like the data, or torchq.calibrate more data."
-        )
 
 
 def _layers(graphs: list[Prepared]) -> dict[str, list[tuple[Prepared, Layer]]]:
@@ -379,6 +372,7 @@ def quantize(
                 "needs calibration, as with QConfig(dynamic=True), pass example_inputs alone."
             )
         prepared = prepared_model(model, example_inputs, config, overrides, share=True)
+        check_has_data(prepared, "quantize")
         return converted_model(prepared, strict)
     if example_inputs is None:
         rest = iter(batches("quantize", data, progress=False))
@@ -386,4 +380,6 @@ def quantize(
         example_inputs = kwargs or args
         data = itertools.chain([example_inputs], rest)
     prepared = prepared_model(model, example_inputs, config, overrides, share=True)
-    return converted_model(calibrate(prepared, data), strict)
+    result = converted_model(calibrate(prepared, data), strict)
+    warn_of_data("quantize", prepared)
+    return result

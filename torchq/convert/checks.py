@@ -6,8 +6,6 @@ A scripted model is its graph alone, and so is one that was loaded without the f
 
 from __future__ import annotations
 
-import ast
-import math
 import operator
 from collections.abc import Callable
 from functools import reduce
@@ -16,9 +14,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchq.capture.condition import Condition
 from torchq.capture.guards import Example
-from torchq.convert.graph_module import CHECK
+from torchq.capture.terms import COMPUTE, FUNCTIONS
 from torchq.convert.rows import joined
+from torchq.graphs.module import CHECK
+
+_RECORDED = {name: f for name, f in (COMPUTE | FUNCTIONS).items() if "." not in name}
+_RECORDED |= {"and": operator.and_, "or": operator.or_, "not": operator.eq,
+              "torch.sym_float": float, "torch.sym_max": max, "torch.sym_min": min}  # fmt: skip
+_OF_PAIRS = ("+", "*", "and", "or", "max", "min", "torch.sym_max", "torch.sym_min")
 
 
 class _Tracer(fx.proxy.GraphAppendingTracer):
@@ -33,42 +38,6 @@ class _Tracer(fx.proxy.GraphAppendingTracer):
     ) -> fx.Node:
         """Name the node."""
         return super().create_node(kind, target, args, kwargs, CHECK, type_expr)
-
-
-class _Shape:
-    """A tensor's shape, whose items are nodes."""
-
-    def __init__(self, tensor: fx.Proxy) -> None:
-        self.tensor = tensor
-
-    def __getitem__(self, dim: int) -> fx.Proxy:
-        return self.tensor.size(dim)
-
-
-class _Plain(ast.NodeTransformer):
-    """Writes ``and``, ``or``, ``not`` and chains, which a graph cannot record, as operators."""
-
-    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
-        """Join the values by ``&`` or ``|``."""
-        joint = ast.BitAnd() if isinstance(node.op, ast.And) else ast.BitOr()
-        return _joined(joint, [self.visit(value) for value in node.values])
-
-    def visit_Compare(self, node: ast.Compare) -> ast.expr:
-        """Make pairs of a chain such as ``2 <= s0[0] <= 9``."""
-        values = [self.visit(value) for value in (node.left, *node.comparators)]
-        pairs = zip(values, node.ops, values[1:], strict=False)
-        return _joined(ast.BitAnd(), [ast.Compare(a, [op], [b]) for a, op, b in pairs])
-
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
-        """Compare with False."""
-        value = self.visit(node.operand)
-        if not isinstance(node.op, ast.Not):
-            return ast.UnaryOp(node.op, value)
-        return ast.Compare(value, [ast.Eq()], [ast.Constant(False)])
-
-
-def _joined(joint: ast.operator, values: list[ast.expr]) -> ast.expr:
-    return reduce(lambda a, b: ast.BinOp(a, joint, b), values)
 
 
 def add_checks(module: fx.GraphModule, example: Example) -> None:
@@ -89,9 +58,8 @@ def add_checks(module: fx.GraphModule, example: Example) -> None:
             for d, size in enumerate(argument.shape)
             if size is not None
         ]
-        shapes = {f"s{i}": _Shape(tensor) for i, tensor in enumerate(tensors)}
         for guard in example.guards:
-            sizes += _recorded(guard, shapes, tracer)
+            sizes += _recorded(guard, tensors, tracer)
         _assert(sizes, example, tracer)
     module.recompile()
 
@@ -104,18 +72,23 @@ def _assert(conditions: list[Any], example: Example, tracer: _Tracer) -> None:
         tracer.create_node("call_function", torch._assert, (every.node, message), {})
 
 
-def _recorded(guard: str, shapes: dict[str, _Shape], tracer: _Tracer) -> list[Any]:
-    """Return the condition; none where a graph cannot express the guard."""
+def _recorded(guard: Condition, tensors: list[Any], tracer: _Tracer) -> list[Any]:
+    """Return the condition as nodes; none where a graph cannot express it."""
 
-    def call(function: Any) -> Callable[..., Any]:
-        def of_two(*pair: Any) -> fx.Proxy:
-            return tracer.create_proxy("call_function", function, pair, {})
+    def call(name: str, operands: list[Any]) -> Any:
+        function = _RECORDED.get(name)
+        if function is None:
+            raise NotImplementedError(name)
+        if name in _OF_PAIRS:  # of more: one after the other
+            return reduce(lambda a, b: tracer.create_proxy(*_call(function, a, b)), operands)
+        operands += [False] if name == "not" else []
+        return tracer.create_proxy(*_call(function, *operands))
 
-        return lambda *args: reduce(of_two, args)
-
-    names = {"torch": torch, "math": math, "max": call(max), "min": call(min)}
-    tree = ast.fix_missing_locations(_Plain().visit(ast.parse(guard, mode="eval")))
     try:
-        return [eval(compile(tree, "<torchq guard>", "eval"), names, shapes)]
-    except Exception:  # of a function of numbers, say
+        return [guard.recorded(lambda size: tensors[size.tensor].size(size.dim), call)]
+    except NotImplementedError:
         return []
+
+
+def _call(function: Callable[..., Any], *operands: Any) -> tuple[Any, ...]:
+    return "call_function", function, operands, {}

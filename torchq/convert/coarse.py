@@ -39,9 +39,9 @@ class Settled(NamedTuple):
 def follow_row_rule(prepared: nn.Module, graphs: list[Any], rows: list[Row]) -> Settled:
     """Apply the rule to a calibrated model, its graphs and its report."""
     settled, leaves, in_graphs = [], set[str](), set[str]()
-    for graph in [g.with_plan(g.plan) for g in graphs]:  # these search each range once
-        reasons = _coarse(graph)
-        settled.append(_without(graph, reasons))
+    for graph in [g.with_plan(g.plan, {}) for g in graphs]:  # these search each range once
+        reasons = coarse_layers(graph)
+        settled.append(without_coarse(graph, reasons))
         rows = _updated(rows, graph.plan, settled[-1].plan)
         for layer in graph.plan.layer_at.values():
             name = f"{graph.plan.prefix}{layer.op.base}"
@@ -70,7 +70,7 @@ def _told(row: Row, leaf: Any, why: str) -> list[Row]:
     return [replace(row, name=name, quantized=False, reason=why, weights=tuple(first)), dynamic]
 
 
-def _coarse(prepared: Prepared) -> dict[fx.Node, str]:
+def coarse_layers(prepared: Prepared) -> dict[fx.Node, str]:
     """Return the nodes of layers that one scale does not suit, and why."""
     plan, found = prepared.plan, dict[Layer, str]()
     for layer in plan.layer_at.values():
@@ -85,7 +85,8 @@ def _coarse(prepared: Prepared) -> dict[fx.Node, str]:
     return {v.op.node: w for v, w in found.items() if plan.root(v.srcs[0]) not in equalized}
 
 
-def _without(prepared: Prepared, reasons: dict[fx.Node, str]) -> Prepared:
+def without_coarse(prepared: Prepared, reasons: dict[fx.Node, str]) -> Prepared:
+    """Return the same graph with a plan in which these layers are not static."""
     if not reasons:
         return prepared
     old = prepared.plan

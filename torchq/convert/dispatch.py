@@ -28,7 +28,9 @@ from torchq.capture.guards import Example
 from torchq.convert.swap.weights import call_collects, is_capturing_hook, without_capturing_hooks
 from torchq.nn.attached import WATCHING, Attachment, attachment_of
 from torchq.nn.leaf import QuantizedLeaf
+from torchq.nn.loading import load_each
 from torchq.nn.packed_proof import with_proof
+from torchq.nn.trees import opened
 from torchq.runtime.library import refuse_onnx_export
 
 _KEY = "torchq_graph."
@@ -237,7 +239,7 @@ class Dispatch(Attachment):
                 own[name] = state[leaf]
         try:
             assign = bool(metadata.get("assign_to_params_buffers"))
-            lacks, more = self.graph.load_state_dict(own, strict=False, assign=assign)
+            lacks, more = load_each(self.graph, own, assign)
         except RuntimeError as error:
             errors.append(str(error))
             return
@@ -299,4 +301,4 @@ def _hooks(module: nn.Module) -> set[tuple[str, int]]:
 
 def _widened(arguments: Any) -> Any:
     """Return the arguments with bfloat16, which autocast makes of float32, as float32."""
-    return tree_map_only(Tensor, as_float32, arguments)
+    return tree_map_only(Tensor, as_float32, opened(arguments))

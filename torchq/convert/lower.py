@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.capture.graph import is_reserved
-from torchq.capture.ops import Op, Role, is_resampling, reads_strides
+from torchq.capture.ops import Op, Role, Split, is_resampling, reads_strides
+from torchq.convert.concatenations import shared_qparams
 from torchq.convert.converted_leaves import Source
 from torchq.convert.fuse import Layer
-from torchq.convert.graph_module import QuantizedGraph
 from torchq.convert.outliers import Outliers
 from torchq.convert.packed_weights import PackedWeights
-from torchq.convert.prepared import Prepared, shared_qparams
+from torchq.convert.prepared import Prepared
 from torchq.convert.quantized_layers import lookup, quantized
+from torchq.graphs.module import QuantizedGraph
 from torchq.nn.attention import DynamicQAttention
 from torchq.nn.float_modules import Attention, Cat
 from torchq.nn.from_float import naming, pool_from_float
@@ -176,6 +177,9 @@ class Lowering:
         return self.graph.call_method("to", (dst, torch.int8)) if signed else dst
 
     def _flat(self, op: Op, dst: fx.Node) -> fx.Node:
+        """Return what a module gives in the shape that it has in the model."""
+        if op.joined is not None:
+            return self._with_leading(dst, op.joined)
         return self.graph.call_method("flatten", (dst, 1)) if op.flatten else dst
 
     def _padding(self, op: Op) -> Any:
@@ -302,7 +306,7 @@ class Lowering:
             residual = (self.int8_of if as_int8 else self.float_of)(layer.residual)
             args.append(self._with_large_channels(layer, residual))
         if isinstance(layer.op.module, Attention):
-            args += self._attention_arguments(layer.op)
+            args = self._heads(layer.op, args) + self._attention_arguments(layer.op)
         return [args] if isinstance(layer.op.module, Cat) else args
 
     def _with_large_channels(self, layer: Layer, residual: fx.Node) -> fx.Node:
@@ -325,8 +329,9 @@ class Lowering:
     def _dynamic(self, op: Op) -> fx.Node:
         sources: list[Any] = [self.float_of(src) for src in op.srcs]
         if isinstance(op.module, Attention):
-            sources += self._attention_arguments(op)
+            sources = self._heads(op, sources) + self._attention_arguments(op)
             dst = self.call(op.name, DynamicQAttention(op.module.options), *sources)
+            dst = self._flat(op, dst)
             return self._as_in_model(op.node, dst, op.srcs[0].meta["value"].dtype)
         config = self.plan.config(op.base)
         assert isinstance(op.module, nn.Linear) and config is not None
@@ -339,24 +344,49 @@ class Lowering:
         return self.call(op.name, linear, *sources)
 
     def _attention_arguments(self, op: Op) -> list[Any]:
-        """Return the mask, of all that are added; the scale, where it is known at run time only."""
-        terms: list[fx.Node] = []
-        for mask in op.masks:
-            if isinstance(mask, tuple):
-                call = (self.float_of(mask[0]), *mask[1:])
-                terms.append(self.graph.call_function(torch.where, call))
-            else:
-                terms.append(self.float_of(mask))
-        for i in range(1, len(terms)):
-            terms[i] = self.graph.call_function(operator.add, (terms[i - 1], terms[i]))
+        """Return the mask, and the scale where it is known at run time only.
+
+        The mask is what the steps in front of the softmax make of 0.
+        """
         assert isinstance(op.module, Attention)
+        mask: fx.Node | None = None
         scale: Any = op.module.options.scale
-        for factor, divides in op.factors:
-            function = operator.truediv if divides else operator.mul
-            scale = self.graph.call_function(function, (scale, self.float_of(factor)))
-        if not op.factors:
-            return [*terms[-1:]]
-        return [terms[-1] if terms else None, scale]
+        for function, args in op.steps:
+            given = [self._argument(op, arg, mask) for arg in args]
+            if function in (operator.mul, operator.truediv):
+                if isinstance(args[1], fx.Node):
+                    scale = self.graph.call_function(function, (scale, given[1]))
+                if mask is None:
+                    continue
+            if function is operator.add and mask is None:
+                mask = given[1]
+            else:
+                mask = self.graph.call_function(function, tuple(given))
+        if isinstance(scale, fx.Node):
+            return [mask, scale]
+        return [] if mask is None else [mask]
+
+    def _argument(self, op: Op, arg: Any, mask: fx.Node | None) -> Any:
+        """Return an argument of a step, for which the mask so far is what its scores are."""
+        if arg is None:
+            return 0.0 if mask is None else mask
+        if isinstance(arg, Split):
+            return self._with_leading(self.float_of(arg.mask), op.split)
+        return self.float_of(arg) if isinstance(arg, fx.Node) else arg
+
+    def _heads(self, op: Op, sources: list[Any]) -> list[Any]:
+        """Return queries, keys and values with the leading sizes that the scores have."""
+        if op.split is None:
+            return sources
+        count = 2 if op.joined is None else 3
+        split = [self._with_leading(src, op.split) for src in sources[:count]]
+        return split + sources[count:]
+
+    def _with_leading(self, src: fx.Node, leading: Any) -> fx.Node:
+        """Return a reshape to these sizes, and the source's last two."""
+        last = [self.graph.call_method("size", (src, dim)) for dim in (-2, -1)]
+        sizes = [*fx.node.map_arg(leading, self.any_of), *last]
+        return self.graph.call_method("reshape", (src, sizes))
 
     def _src(self, node: fx.Node) -> fx.Node:
         """Return a source: int8, or a float32 value of which this layer is the only reader."""

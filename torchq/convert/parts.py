@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,17 +14,20 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from torchq.capture.aten import plain_graph
-from torchq.capture.exported import CaptureError, Exported, export, holds, shapes_of
+from torchq.capture.condition import Condition
+from torchq.capture.exported import CaptureError, Exported, export, shapes_of
 from torchq.capture.graph import Captured, remove_unused
 from torchq.capture.module_kinds import MATMUL, RECURRENT
+from torchq.capture.neutral_arguments import neutral_options
 from torchq.capture.ops import Role
 from torchq.capture.patterns import row_of
-from torchq.convert.options import neutral_options
-from torchq.convert.swap.calls import copied, results_of
+from torchq.capture.terms import Size
+from torchq.convert.swap.calls import results_of
 from torchq.convert.swap.leaves import equivalent_layer
 from torchq.nn.inputs import are_close
 from torchq.nn.leaf import without_hooks
 from torchq.nn.model_state import twin
+from torchq.nn.trees import copied
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -135,8 +137,7 @@ def _calls(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         @functools.wraps(own)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if twins[module] not in found:
-                with contextlib.suppress(Exception):  # of arguments that do not copy
-                    found[twins[module]] = copy.deepcopy((args, kwargs))
+                found[twins[module]] = copied(args, kwargs)
             return own(*args, **kwargs)
 
         return forward
@@ -166,8 +167,8 @@ def check(module: nn.Module, exported: Exported, captured: Captured) -> None:
     calls = sorted((x for _, x in ones), key=lambda x: sum(t.numel() for t in x))
     exported.neutral = neutral_options(module, exported, (*calls, exported.tensors))
     for guard, smaller in ones:
-        unmet = [g for g in exported.guards if not holds(g, shapes_of(smaller))]
-        if any("!=" not in g for g in unmet):
+        unmet = [g for g in exported.guards if not g.holds(shapes_of(smaller))]
+        if not all(g.only_excludes for g in unmet):
             continue
         agree = _agree(module, graph, exported, smaller)
         if agree is False and not unmet:
@@ -175,10 +176,10 @@ def check(module: nn.Module, exported: Exported, captured: Captured) -> None:
         elif agree:
             for g in unmet:
                 at = exported.guards.index(g)
-                exported.guards[at] = f"({g}) or {guard.replace('!=', '==')}"
+                exported.guards[at] = g.either(guard.opposite())
 
 
-def _ones(exported: Exported) -> Iterator[tuple[str, list[Tensor]]]:
+def _ones(exported: Exported) -> Iterator[tuple[Condition, list[Tensor]]]:
     """For each dynamic size, a guard and tensors where all sizes that are equal to it are one."""
     tensors = exported.tensors
     seen: set[int] = set()
@@ -187,7 +188,7 @@ def _ones(exported: Exported) -> Iterator[tuple[str, list[Tensor]]]:
             length = tensors[i].shape[d]
             if size is None and length > 1 and length not in seen:
                 seen.add(length)
-                yield f"s{i}[{d}] != 1", [_cut(t, a.shape, length) for t, a in zip(
+                yield Condition.on(Size(i, d), "!=", 1), [_cut(t, a.shape, length) for t, a in zip(
                     tensors, exported.arguments, strict=True)]  # fmt: skip
 
 

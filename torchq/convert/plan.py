@@ -3,8 +3,8 @@
 
 Nodes that are joined by what merely moves elements, or pools them, form a group: one scale and
 zero point. So do the sources of a concatenation that nobody else reads, with its result; of its
-other sources ``prepared.shared_qparams`` decides when the ranges are known. An average over all
-positions begins a group of its own: means lie closer together than values. A group is int8 if a
+other sources ``concatenations.shared_qparams`` decides when the ranges are known. An average over
+all positions begins a group of its own: means lie closer together than values. A group is int8 if a
 matmul reads it, or if a layer emits it as int8 and another can read that, or if the model rounds it
 to levels itself: with a fake quantizer, which then says what the scale and zero point are. Where an
 int8 value is read as float32, the converted graph dequantizes it there.
@@ -13,10 +13,10 @@ int8 value is read as float32, the converted graph dequantizes it there.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from torchq.capture.graph import Captured
 from torchq.capture.module_kinds import NO_DYNAMIC_FORM, RECURRENT, why_float
@@ -24,6 +24,7 @@ from torchq.capture.ops import Op, Role, clip_bounds
 from torchq.convert.fuse import HARD, Layer, find_layers
 from torchq.convert.fuse_attention import fuse_attention
 from torchq.convert.fuse_dynamic import make_dynamic
+from torchq.convert.lengths import LENGTH, leave_lengths
 from torchq.convert.phases import coarse_phases
 from torchq.convert.recognize import recognize
 from torchq.nn.fake_quantize import FakeQuantize
@@ -69,10 +70,13 @@ class Plan:
             own = self.config(op.base)
             if own is not None and own.by_rows:
                 make_dynamic(op, self.ops)
+        self._sized = leave_lengths(self.ops, self._is_chosen)
         self.self_contained = self._find_self_contained()
         self.layers = find_layers(self.ops)
         self.reasons = {layer: self._no_dynamic_form(layer.op) for layer in self.layers}
         self._leave_phases()
+        sized = [v for v in self.layers if not self._sized.isdisjoint(v.srcs)]
+        self.reasons |= {v: LENGTH for v in sized if not self._is_chosen(v.op.base)}
         self.reasons |= {v: coarse[v.op.node] for v in self.layers if v.op.node in coarse}
         self._parent: dict[fx.Node, fx.Node] = {}
         in_layers = {part for layer in self.layers for part in layer.parts}
@@ -116,6 +120,9 @@ class Plan:
     def config(self, name: str) -> QConfig | None:
         """Return how to quantize a module, or its destination ``<name>.dst``; None: not at all."""
         return resolve(self._overrides, f"{self.prefix}{name}", self._config)
+
+    def _is_chosen(self, name: str) -> bool:
+        return resolve(self._overrides, f"{self.prefix}{name}", None) is not None
 
     @property
     def multiplies(self) -> bool:
@@ -319,7 +326,7 @@ class Plan:
                     found[self.root(node)].add(user)
         return found
 
-    def function_behind(self, root: fx.Node) -> Callable[[Tensor], Tensor] | None:
+    def function_behind(self, root: fx.Node) -> Layer | None:
         """Return the function that alone reads the values of a group, if it becomes a table.
 
         None where averages lie between: what it makes of them says little of what they are made of.
@@ -330,7 +337,7 @@ class Plan:
             return None
         if any(self.root(node) is root and self._averages(node) for node in self._joined):
             return None
-        return layer.function
+        return layer if layer.function is not None else None
 
     def _join_concatenations(self) -> None:
         """Give the sources of a concatenation its scale, where nobody else reads them."""

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from torchq.capture.module_kinds import MATMUL
 from torchq.capture.ops import Role
 from torchq.convert.equalize import between, channel_axis, magnitudes, pairs
 from torchq.convert.fuse import Layer
-from torchq.convert.graph_data import graph_of, plain_nodes
 from torchq.convert.outliers import observed_nodes
 from torchq.convert.plan import Plan
 from torchq.convert.rows import Row
+from torchq.graphs.data import graph_of, plain_nodes
 from torchq.quantization.config import Overrides, QConfig
 from torchq.quantization.observers import HistogramObserver, Observer, PerChannelMinMaxObserver
 from torchq.quantization.qparams import QParams
@@ -61,60 +62,75 @@ class Prepared(nn.Module):
         self.plan = plan
         # QParams by root and range; None until with_plan, since observers may still record
         self._known: dict[tuple[str, tuple[float, float] | None], QParams] | None = None
+        self._searches: dict[Any, Any] = {}  # results that plans of this graph share
         self.torchq_report = rows
         self.opaque_names = list(opaque)
-        self.observers = nn.ModuleList()
-        # name of a node -> index of its observer, and what its group is quantized by
-        self._groups: dict[str, tuple[int, QConfig]] = {}
+        self.observers, self.samples = nn.ModuleList(), nn.ModuleList()
+        self.channels, self.rows = nn.ModuleList(), nn.ModuleList()
+        # kind, id of settings and names of nodes -> index, and the settings
+        self._watched: dict[Any, tuple[int, object]] = {}
         graph = copy.deepcopy(plan.captured.graph)
-        twins = dict(zip(plan.captured.graph.nodes, graph.nodes, strict=True))
-        model = fx.GraphModule(plan.captured.model, graph)
+        self.graph_module = model = fx.GraphModule(plan.captured.model, graph)
         for name, module in opaque.items():
             model.set_submodule(name, module)
-
-        def watch(kind: str, i: int, module: nn.Module, *nodes: fx.Node) -> None:
-            model.add_submodule(f"torchq_{kind}_{i}", module)
-            for node in nodes:
-                with graph.inserting_after(twins[node]):
-                    graph.call_module(f"torchq_{kind}_{i}", (twins[node],))
-
-        for i, (root, producers) in enumerate(plan.groups().items()):
-            name, config = plan.group_config(producers)
-            self.observers.append(config.make_observer(name))
-            self._groups[root.name] = i, config
-            watch("observer", i, self.observers[i], *producers)
-        self.samples, self._sample_of = nn.ModuleList(samples.values()), dict[str, int]()
-        dynamic = [op for op in plan.ops.values() if op.role is Role.DYNAMIC]
-        for i, (name, sample) in enumerate(samples.items()):
-            self._sample_of[name] = i
-            watch("sample", i, sample, *(op.srcs[0] for op in dynamic if op.base == name))
-        self.channels = nn.ModuleList()
-        self._channels_of: dict[str, int] = {}  # name of a node -> index
-        axes = dict.fromkeys(observed_nodes(plan), -1)
-        axes |= {first.dst: channel_axis(first) for first, _ in pairs(plan)}
-        for i, (node, axis) in enumerate(axes.items()):
-            self._channels_of[node.name] = i
-            observer = PerChannelMinMaxObserver(axis)
-            observer.name = f"{plan.prefix}{node.name}"
-            self.channels.append(observer)
-            watch("channels", i, observer, node)
-        self.rows, self._rows_of = nn.ModuleList(), dict[str, int]()  # name of a result -> index
-        known: dict[tuple[fx.Node, str], int] = {}
-        for layer in _judged(plan):
-            assert layer.op.module is not None
-            powers, node = RowPowers.of(layer.op.module), layer.srcs[0]
-            i = known.setdefault((node, powers.extra_repr()), len(known))
-            self._rows_of[layer.dst.name] = i
-            if i == len(self.rows):
-                powers.name = f"{plan.prefix}{layer.op.base}"
-                self.rows.append(powers)
-                watch("rows", i, powers, node)
+        self._watch_all(samples)
         self._result_names: dict[str, str] = {}
         for i, (name, node) in enumerate(self._result_nodes()):
             self._result_names[name] = f"torchq_result_{i}"
-            watch("result", i, nn.Identity(), node)
+            self._insert(f"torchq_result_{i}", nn.Identity(), node)
         model.recompile()
-        self.graph_module = model
+
+    def _watch_all(self, samples: dict[str, SourceSample]) -> None:
+        """Watch what the plan needs, where nothing does yet, and note which module does."""
+        plan = self.plan
+        # name of a node -> index of its observer, and what its group is quantized by
+        self._groups: dict[str, tuple[int, QConfig]] = {}
+        for root, producers in plan.groups().items():
+            name, config = plan.group_config(producers)
+            i = self._watch("observer", config, partial(config.make_observer, name), *producers)
+            self._groups[root.name] = i, config
+        self._sample_of: dict[str, int] = {}  # base name -> index
+        for name, sample in samples.items():
+            sources = _sampled(plan, name)
+            self._sample_of[name] = self._watch("sample", name, partial(_itself, sample), *sources)
+        self._channels_of: dict[str, int] = {}  # name of a node -> index
+        axes = dict.fromkeys(observed_nodes(plan), -1)
+        axes |= {first.dst: channel_axis(first) for first, _ in pairs(plan)}
+        for node, axis in axes.items():
+            make = partial(_channel_observer, axis, f"{plan.prefix}{node.name}")
+            self._channels_of[node.name] = self._watch("channels", axis, make, node)
+        self._rows_of: dict[str, int] = {}  # name of a result -> index
+        for layer in _judged(plan):
+            assert layer.op.module is not None
+            powers = RowPowers.of(layer.op.module)
+            powers.name = f"{plan.prefix}{layer.op.base}"
+            i = self._watch("rows", powers.extra_repr(), partial(_itself, powers), layer.srcs[0])
+            self._rows_of[layer.dst.name] = i
+
+    def _watch(
+        self, kind: str, settings: object, make: Callable[[], nn.Module], *nodes: fx.Node
+    ) -> int:
+        """Return the index of the module of a kind that records what these nodes give."""
+        own = id(settings) if isinstance(settings, QConfig) else settings  # may not be hashable
+        key = kind, own, tuple(node.name for node in nodes)
+        if key not in self._watched:
+            modules: Any = getattr(
+                self, {"observer": "observers", "sample": "samples"}.get(kind, kind)
+            )
+            self._watched[key] = len(modules), settings
+            modules.append(make())
+            self._insert(f"torchq_{kind}_{len(modules) - 1}", modules[-1], *nodes)
+        return self._watched[key][0]
+
+    def _insert(self, name: str, module: nn.Module, *nodes: fx.Node) -> None:
+        """Call a module behind each of these nodes."""
+        graph = self.graph_module.graph
+        own = [node for node in graph.nodes if "watches" not in node.meta]
+        twins = dict(zip(self.plan.captured.graph.nodes, own, strict=True))
+        self.graph_module.add_submodule(name, module)
+        for node in nodes:
+            with graph.inserting_after(twins[node]):
+                graph.call_module(name, (twins[node],)).meta["watches"] = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Prepared:
         """Copy all but the plan, which nothing changes."""
@@ -124,10 +140,24 @@ class Prepared(nn.Module):
         other.__dict__ = copy.deepcopy(self.__dict__, memo)
         return other
 
-    def with_plan(self, plan: Plan) -> Prepared:
-        """Return the same graph and observers with a plan of this graph, after calibration."""
+    def with_plan(self, plan: Plan, searches: dict[Any, Any] | None = None) -> Prepared:
+        """Return the same graph and observers with a plan of this graph, after calibration.
+
+        ``searches``: what other plans of the graph found, and this one adds to.
+        """
         other = Prepared.__new__(Prepared)
-        other.__dict__ = {**vars(self), "plan": plan, "_known": {}}
+        known = {"_known": {}, "_searches": self._searches if searches is None else searches}
+        other.__dict__ = {**vars(self), "plan": plan, **known}
+        return other
+
+    def sharing(self, plan: Plan) -> Prepared:
+        """Return the same graph with a plan of it, and observers in it of what only that needs.
+
+        The graph is to be compiled anew before it runs.
+        """
+        other = Prepared.__new__(Prepared)
+        other.__dict__ = {**vars(self), "plan": plan}
+        other._watch_all(source_samples(plan, lambda name: None))
         return other
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -148,7 +178,9 @@ class Prepared(nn.Module):
         hosts = self.plan.table_hosts
         layers = [(hosts.get(v, v).op, node) for node, v in self.plan.layer_at.items()]
         dynamic = [(op, node) for node, op in self.plan.dynamic_at.items()]
-        return [(op.name, node) for op, node in layers + int8 + dynamic if not op.flatten]
+        return [
+            (op.name, node) for op, node in layers + int8 + dynamic if not (op.flatten or op.joined)
+        ]
 
     def results(self) -> dict[str, nn.Module]:
         """Name of a quantized module to be -> a module here that passes on its float result."""
@@ -181,15 +213,27 @@ class Prepared(nn.Module):
         return self._known[key]
 
     def _searched(self, root: fx.Node, within: tuple[float, float] | None) -> QParams:
+        function = self.plan.function_behind(root)
         i, config = self._groups[root.name]
+        if self._known is None:
+            return self._search(i, config, within, function)
+        key = i, id(config), within, function and function.dst.name
+        if key not in self._searches:
+            self._searches[key] = self._search(i, config, within, function)
+        found: QParams = self._searches[key]
+        return found
+
+    def _search(
+        self, i: int, config: QConfig, within: tuple[float, float] | None, function: Layer | None
+    ) -> QParams:
         observer = self.observers[i]
         assert isinstance(observer, Observer)
         if within is not None and isinstance(observer, HistogramObserver):
             observer = observer.within(*within)
         options = config.activation_dtype, config.activation_bits, config.symmetric
-        function = self.plan.function_behind(root)
         if function is not None and isinstance(observer, HistogramObserver):
-            return observer.qparams_before(function, *options)
+            assert function.function is not None
+            return observer.qparams_before(function.function, *options)
         return observer.qparams(*options)
 
     def between(self) -> dict[fx.Node, Between]:
@@ -203,10 +247,35 @@ class Prepared(nn.Module):
             before = sizes.get(self.plan.root(first.srcs[0]))
             largest = magnitudes(first, torch.maximum(low.abs(), high.abs()), before)
             sizes[first.dst] = largest
-            one = between(first, second, largest, float(low.min()), given, config.symmetric)
-            if one is not None:
+            names = (part.node.name for part in (second.op, *second.parts))
+            ends = first.dst.name, *names, float(given.scale), int(given.zero_point)
+            key = *ends, id(config), largest.numpy().tobytes()
+            if key not in self._searches:
+                lowest = float(low.min())
+                made = between(first, second, largest, lowest, given, config.symmetric)
+                self._searches[key] = made
+            if (one := self._searches[key]) is not None:
                 found[first.dst] = one
         return found
+
+    def first_observers(self) -> Iterator[tuple[fx.Node, Observer]]:
+        """Yield observers of values with no quantized layer in front, and nodes of these values."""
+        behind = set[fx.Node]()
+        roots = {node: root for root, nodes in self.plan.groups().items() for node in nodes}
+        for node in self.plan.captured.graph.nodes:
+            later = not behind.isdisjoint(node.all_input_nodes)
+            alone = node.op == "call_module" and node.target in self.opaque_names
+            made = alone or node in self.plan.layer_at
+            if node.meta["varying"] and not later and (alone or (node in roots and not made)):
+                observer = (
+                    getattr(self.graph_module.get_submodule(str(node.target)), "src_observer", None)
+                    if alone
+                    else self.observers[self._groups[roots[node].name][0]]
+                )
+                if isinstance(observer, Observer):
+                    yield node.all_input_nodes[0] if alone else node, observer
+            if later or made:
+                behind.add(node)
 
     def sample(self, base: str) -> SourceSample | None:
         """Return the sample of what a dynamic linear layer reads; None where it has no recipe."""
@@ -238,6 +307,22 @@ class Prepared(nn.Module):
         value = node.meta["constant"]
         assert isinstance(value, Tensor)
         return value
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    return module
+
+
+def _channel_observer(axis: int, name: str) -> PerChannelMinMaxObserver:
+    observer = PerChannelMinMaxObserver(axis)
+    observer.name = name
+    return observer
+
+
+def _sampled(plan: Plan, base: str) -> list[fx.Node]:
+    """Return what the dynamic calls of a layer read."""
+    dynamic = (op for op in plan.ops.values() if op.role is Role.DYNAMIC and op.base == base)
+    return [op.srcs[0] for op in dynamic]
 
 
 def _judged(plan: Plan) -> list[Layer]:
@@ -294,50 +379,3 @@ def source_samples(
             made = leaf if leaf and shared else SourceSample(linear.in_features, name)
             found.setdefault(op.base, made)
     return found
-
-
-_CLIPPED = 1 / 8  # of the source's range, at most
-
-
-def shared_qparams(prepared: Prepared) -> dict[fx.Node, QParams]:
-    """Root of a group that a concatenation reads -> the parameters it takes from the result.
-
-    A value that passes twenty concatenations, each with parameters of its own, is rounded twenty
-    times; with the same parameters they copy bytes. But what else reads the source then gets the
-    steps of the concatenation. Let ``s`` be the source's own step, ``c`` that of the concatenation,
-    and ``S`` and ``C`` how many other operations read each; a rounding adds the square of its step,
-    over 12. To share costs less if ``(S + C) c^2 < S s^2 + C (s^2 + c^2)``, that is,
-    ``S c^2 < (S + C) s^2``.
-
-    The last concatenation of a chain decides. Parameters of fake quantizers stay.
-
-    Raises:
-        RuntimeError: as :meth:`Prepared.qparams`.
-    """
-    plan, found = prepared.plan, dict[fx.Node, QParams]()
-    active = set(plan.layer_at.values())
-    layers = [layer for layer in plan.concatenations() if layer in active]
-    copies = {layer.op.node for layer in layers}
-    readers = {root: len(users - copies) for root, users in plan.users().items()}
-    beyond: dict[fx.Node, int] = {}  # readers of what a group's values are copied to
-    for layer in reversed(layers):
-        root = plan.root(layer.dst)
-        if not plan.emits_int8(layer) or plan.fixed(root) is not None:
-            continue
-        dst = found.get(root) or prepared.qparams(root)
-        count = readers.get(root, 0) + beyond.get(root, 0)
-        for src in dict.fromkeys(plan.root(src) for src in layer.srcs):
-            if src is root or src in found or plan.fixed(src) is not None:
-                continue
-            own = prepared.qparams(src)
-            step, other = float(own.scale), float(dst.scale)
-            if _covers(dst, own) and readers[src] * other**2 < (readers[src] + count) * step**2:
-                found[src], beyond[src] = dst, count
-    return found
-
-
-def _covers(dst: QParams, src: QParams) -> bool:
-    """Return whether ``dst`` covers what ``src`` covers, but for a little at the ends."""
-    (low, high), (other_low, other_high) = src.range, dst.range
-    alike = (src.dtype, src.bits) == (dst.dtype, dst.bits)
-    return alike and max(other_low - low, high - other_high) <= _CLIPPED * (high - low)

@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from torchq.convert.statistics import observers, weights_digest
 from torchq.nn.attached import graphs_of
+from torchq.nn.observers import observers, weights_digest
 from torchq.quantization.config import QConfig
 from torchq.quantization.observers.recorded import kind, recorded, replace, replaced
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import fx, nn
 
-from torchq.capture.graph import Captured, aten_name
+from torchq.capture.graph import Captured, function_name
+from torchq.capture.limits import why_long
 from torchq.capture.module_kinds import AVERAGES, why_dtypes
 from torchq.capture.ops import Made, Op, Role, is_float
 from torchq.capture.patterns import arguments_of, row_of
-from torchq.convert.limits import why_long
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.fake_scales import composed, fake_quantizer, is_fake, why_not_fixed
 
@@ -67,11 +67,6 @@ class _Names:
         self._used[first] += 1
         name = f"{first}_{count}" if count else first
         return name, name
-
-
-def function_name(node: fx.Node) -> str:
-    """Return the name of the function that a node calls."""
-    return aten_name(node) or str(getattr(node.target, "__name__", node.target))
 
 
 def _fake_constant(node: fx.Node, model: nn.Module) -> FakeQuantize | None:

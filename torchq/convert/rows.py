@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from torch import nn
 
@@ -105,8 +106,21 @@ def check_patterns(
     names = [name for name, _ in model.named_modules()]
     names += [*(row.name for row in rows), *(weight.name for weight in weights)]
     if unmatched := unmatched_patterns(overrides, [*names, *(f"{name}.dst" for name in names)]):
-        quantizable = sorted({row.name for row in rows if row.quantized or row.is_matmul})
+        told = ", ".join(map(repr, unmatched[:3])) + (", ..." if len(unmatched) > 3 else "")
         raise ValueError(
-            f"torchq.prepare: overrides must match module names, but {unmatched} match none. "
-            f"The quantizable modules are {quantizable}."
+            f"torchq.prepare: overrides must match names of modules or functions, but {told} "
+            f"match{'es' * (len(unmatched) == 1)} none. {_nearest_names(model, rows, unmatched)} "
+            "torchq.explain(torchq.prepare(model, example_inputs)) lists all."
         )
+
+
+def _nearest_names(model: nn.Module, rows: list[Row], patterns: list[str]) -> str:
+    """Return a sentence with the names that are most like patterns, or with the outermost ones."""
+    modules = [name for name, _ in model.named_modules() if name]
+    known = [*modules, *(row.name for row in rows if row.quantized and row.name not in modules)]
+    near = [name for text in patterns[:3] for name in get_close_matches(text, known, 2, 0.55)]
+    if near:
+        return f"Did you mean {' or '.join(map(repr, dict.fromkeys(near)))}?"
+    outer = list(dict.fromkeys(name.partition(".")[0] for name in known))
+    more = f" and {len(outer) - 5} more" if len(outer) > 5 else ""
+    return f"Names begin with {', '.join(map(repr, outer[:5]))}{more}."

@@ -63,8 +63,12 @@ def with_tables(
 
 
 def with_rows(rows: Iterable[Row], kinds: dict[str, str]) -> list[Row]:
-    """Return a report in which embeddings with quantized rows are int8."""
-    found = {row.name: row for row in rows}
+    """Return a report in which embeddings with quantized rows are int8.
+
+    The functions that a graph has in their places are no rows of their own.
+    """
+    inside = tuple(f"{name}." for name in kinds if name)
+    found = {row.name: row for row in rows if not row.name.startswith(inside)}
     for name, kind in kinds.items():
         row = found.get(name, Row(name, kind, True, "", name, False, False))
         found[name] = replace(row, kind=kind, quantized=True, reason="", site=name)

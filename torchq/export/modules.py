@@ -16,6 +16,7 @@ from torchq.nn.attention import QAttention
 from torchq.nn.binary import QAdd, QCat, QMul
 from torchq.nn.conv import QConv
 from torchq.nn.conv_transpose import QConvTranspose
+from torchq.nn.dynamic import DynamicQLinear
 from torchq.nn.layer import QLayer
 from torchq.nn.linear import QLinear
 from torchq.nn.matmul import QMatMul
@@ -94,6 +95,23 @@ def _linear(g: OnnxGraph, module: QLinear, src: Value, *residual: Value) -> str:
     x = g.add("MatMul", g.source(src, src_params(module)), weight)
     x = g.add("Add", x, *_bias(g, module)) if module.bias is not None else x
     return _finished(g, module, x, list(residual), 0)
+
+
+def _dynamic_linear(
+    g: OnnxGraph, module: DynamicQLinear, src: Value, post_ops: str = "", srcs: Any = None
+) -> str:
+    """Read the source in float: scales of rows are no parameters of QuantizeLinear."""
+    x = src.name
+    if module.src_factor is not None:
+        x = g.add("Mul", x, g.constant(module.src_factor))
+    weight = g.constant(module.packed().unpack().t().contiguous())
+    zeros = torch.zeros(module.out_features, dtype=torch.int32, device="cpu")
+    x = g.add("MatMul", x, g.real(weight, module.weight_scale, zeros, torch.int8, axis=1))
+    x = g.add("Add", x, g.constant(module.bias)) if module.bias is not None else x
+    left = list(srcs or ())
+    for op in PostOps.parse(post_ops):
+        x = post_op(g, op, x, left, 0)
+    return x
 
 
 def _conv(g: OnnxGraph, module: QConv, src: Value, *residual: Value) -> str:
@@ -254,6 +272,7 @@ def _attention(
 
 MODULES: dict[type, Callable[..., str]] = {
     QLinear: _linear,
+    DynamicQLinear: _dynamic_linear,
     QConv: _conv,
     QConvTranspose: _conv_transpose,
     QMaxPool: _max_pool,

@@ -15,13 +15,12 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from torchq.convert.dispatch import dispatch_of
-from torchq.convert.graph_data import name_of
-from torchq.convert.graph_module import CHECK, QuantizedGraph
 from torchq.export.functions import FUNCTIONS
 from torchq.export.modules import MODULES, dst_params
 from torchq.export.onnx_graph import OnnxGraph, UnsupportedError, Value
+from torchq.graphs.data import name_of
+from torchq.graphs.module import CHECK, QuantizedGraph
 from torchq.nn.attention import DynamicQAttention
-from torchq.nn.dynamic import DynamicQLinear
 from torchq.nn.dynamic_int4 import DynamicQLinearInt4
 from torchq.nn.inputs import Inputs, split_inputs
 from torchq.quantization.qparams import QParams
@@ -139,7 +138,7 @@ class _Writer(fx.Interpreter):
                 raise UnsupportedError(_why(module))
             return write, [module]
         name = str(n.target) if n.op == "call_method" else name_of(n.target) or str(n.target)
-        name = name.replace("::", ".").rpartition(".")[2]
+        name = name.partition("::")[2].partition(".")[0] or name.rpartition(".")[2]
         if name not in FUNCTIONS:
             raise UnsupportedError(f"the function {name} has none")
         return FUNCTIONS[name], []
@@ -189,7 +188,7 @@ def _why(module: nn.Module) -> str:
     name = type(module).__name__
     if type(module).__module__.startswith("torchq.nn.rnn"):
         return f"{name} has none: int8 recurrent layers are no operators of ONNX"
-    if isinstance(module, DynamicQLinear | DynamicQLinearInt4 | DynamicQAttention):
+    if isinstance(module, DynamicQLinearInt4 | DynamicQAttention):
         remedy = "quantize with calibration data and recipe='fast'"
         return f"{name} has none: it chooses scales in each call; {remedy}"
     return f"{name} has none"

@@ -7,7 +7,7 @@ Folding costs O(channels) a call; modules in :mod:`torchq.nn` fold once.
 
 Where oneDNN's primitives are:
 
-    inner_product                linear, also as inner_product
+    inner_product                linear; inner_product also takes (N, C, H, W)
     convolution                  conv1d, conv2d, conv3d; convolution takes the dims of src
     deconvolution                conv_transpose1d, 2d, 3d; deconvolution takes the dims of src.
                                  Weights are torch's (C, OC/groups, k...), masks oneDNN's
@@ -57,7 +57,7 @@ from torchq.functional.elementwise import binary, eltwise, prelu, shuffle, sum
 from torchq.functional.embeddings import embedding, embedding_bag, quantize_embedding
 from torchq.functional.gemm import gemm_s8s8s32, gemm_u8s8s32
 from torchq.functional.int4 import dynamic_linear_int4, quantize_weight_int4
-from torchq.functional.linears import dynamic_linear, linear, requantize_dynamic
+from torchq.functional.linears import dynamic_linear, inner_product, linear, requantize_dynamic
 from torchq.functional.matmuls import matmul
 from torchq.functional.normalization import (
     batch_norm,
@@ -69,9 +69,6 @@ from torchq.functional.normalization import (
 from torchq.functional.pooling import adaptive_avg_pool, avg_pool, max_pool
 from torchq.functional.reductions import reduction, resampling
 from torchq.functional.tables import lookup, lookup_table
-
-inner_product = linear
-"""oneDNN's name of :func:`linear`."""
 
 __all__ = [
     "adaptive_avg_pool",

@@ -93,6 +93,27 @@ def real_arguments(
     return scales, zero_points, dtype_code(dst_dtype, op), str(chain), sources or None
 
 
+def check_channels(op: str, src: Tensor, dims: int, channels: int, weight: str) -> None:
+    """Raise ValueError unless ``src`` is ``(N, channels, spatial...)`` with ``dims`` spatial ones.
+
+    ``weight`` says what asks for the channels.
+    """
+    if src.dim() != dims + 2:
+        raise ValueError(
+            f"torchq.{op}: src must be (N, {channels}, spatial...) with {dims + 2} dims for "
+            f"{weight}, got {list(src.shape)}. Add a batch dimension with unsqueeze(0) if it is "
+            "missing."
+        )
+    if src.shape[1] != channels:
+        last = f" Its last dimension has {channels}: permute it to the second." * (
+            src.shape[-1] == channels
+        )
+        raise ValueError(
+            f"torchq.{op}: src must have {channels} channels for {weight}, got {src.shape[1]} in "
+            f"{list(src.shape)}, (N, C, spatial...). Check C of both, and groups.{last}"
+        )
+
+
 def spatial_dims(op: str, src: Tensor) -> int:
     """Return the number of spatial dimensions of ``(N, C, spatial...)``, 1 to 3."""
     if not 3 <= src.dim() <= 5:

@@ -13,6 +13,7 @@ from torchq.attributes.arguments import check_type
 from torchq.attributes.attr import Attr, check_attr_type
 from torchq.functional.arguments import (
     Ints,
+    check_channels,
     check_source,
     conv_geometry,
     integer,
@@ -170,12 +171,8 @@ def _conv(
     check_source(op, src, attr)
     window = window._replace(groups=integer(op, "groups", window.groups))
     packed = _packed(op, dims, weight, window)
-    if src.dim() != dims + 2 or src.shape[1] != packed.in_channels:
-        raise ValueError(
-            f"torchq.{op}: src must be (N, {packed.in_channels}, spatial...) with "
-            f"{dims + 2} dims for weight {list(packed.shape)} and groups={packed.groups}, got "
-            f"{list(src.shape)}. Add a batch dimension with unsqueeze(0) if it is missing."
-        )
+    asks = f"weight {list(packed.shape)} and groups={packed.groups}"
+    check_channels(op, src, dims, packed.in_channels, asks)
     geometry = conv_geometry(op, packed.shape[2:], *window, packed.in_channels)
     operands = src, packed, geometry, bias, attr, dst_dtype, post_op_srcs
     return packed_layer(

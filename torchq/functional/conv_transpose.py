@@ -13,6 +13,7 @@ from torchq.attributes.arguments import check_type
 from torchq.attributes.attr import Attr
 from torchq.functional.arguments import (
     Ints,
+    check_channels,
     check_source,
     conv_transpose_geometry,
     integer,
@@ -160,13 +161,8 @@ def _conv_transpose(
     check_source(op, src, attr)
     window = window._replace(groups=integer(op, "groups", window.groups))
     packed = _packed(op, dims, weight, window)
-    if src.dim() != dims + 2 or src.shape[1] != packed.in_channels:
-        raise ValueError(
-            f"torchq.{op}: src must be (N, {packed.in_channels}, spatial...) with "
-            f"{dims + 2} dims for weight {list(packed.shape)} (OC, C/groups, kernel...) and "
-            f"groups={packed.groups}, got {list(src.shape)}. Add a batch dimension with "
-            "unsqueeze(0) if it is missing."
-        )
+    asks = f"weight {list(packed.shape)} (OC, C/groups, kernel...) and groups={packed.groups}"
+    check_channels(op, src, dims, packed.in_channels, asks)
     geometry = conv_transpose_geometry(op, packed.shape[2:], *window, packed.in_channels)
     operands = src, packed, geometry, bias, attr, dst_dtype, post_op_srcs
     return packed_layer(

@@ -193,7 +193,8 @@ def _reorder_real(
     if attr.post_ops or old is not None:
         step, values = _checked_sum(src, dtype, attr, old)
         masked = any(x.numel() > 1 for x in (*scales, *zeros))
-        if rounding == "nearest" and not masked:
+        scaled = dtype in FLOATS and attr.mask("dst") is not None  # the sum is in real units
+        if rounding == "nearest" and not masked and not scaled:
             return _sum([src, values], step, scales, zeros, code)
         real = requantize(src, scales[0], zeros[0], one, none, torch.float32)
         src = _sum([real, values], step, [one, one], [none, none], dtype_code(torch.float32))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchq.attributes.attr import Attr
 from torchq.attributes.post_op import DwConv
-from torchq.attributes.post_ops import PostOps
+from torchq.attributes.post_ops import PostOps, post_ops_of
 from torchq.functional.folding import check_attr
 
 _SOURCES_OF_SECOND = {"src": "dst", "weights": "dw_weights", "dst": "dw_dst"}
@@ -57,9 +57,8 @@ def split_at_dw_conv(op: str, attr: Attr) -> Parts | None:
             )
         },
     )
-    attr.post_ops.values  # noqa: B018  raises where some are missing
-    assert dw.weight is not None
-    channels, *window = dw.weight.shape
+    weight = post_ops_of([dw]).values[0]  # raises where it is missing
+    channels, *window = weight.shape
     attr.check("dw_weights", (channels, 1, *window))
     first, second = Attr().set_post_ops(before), Attr().set_post_ops(behind)
     for (kind, arg), values in attr._params.items():
@@ -69,7 +68,7 @@ def split_at_dw_conv(op: str, attr: Attr) -> Parts | None:
         for kind in ("scales", "zero_points"):
             if (kind, source) in attr._params:
                 second._params[kind, arg] = attr._params[kind, source]
-    return Parts(first, dw, dw.weight, second)
+    return Parts(first, dw, weight, second)
 
 
 def join_at_dw_conv(first: Attr, dw: PostOps, second: Attr) -> Attr:

@@ -62,17 +62,59 @@ def linear(
         >>> torchq.functional.linear(src, weight, None, attr.set_scales("weights", 0, 0.1))
         tensor([[-1.,  7.]])
     """
+    return _linear("linear", src, weight, bias, attr, dst_dtype, post_op_srcs)
+
+
+def inner_product(
+    src: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None = None,
+    attr: Attr | None = None,
+    dst_dtype: torch.dtype = torch.float32,
+    post_op_srcs: Sequence[Tensor] = (),
+) -> Tensor:
+    """As :func:`linear`; also sums over the spatial dims of ``(N, C, ...)``, as oneDNN does.
+
+    A weight of more than two dims is ``(OC, C, ...)``, with the channels and sizes of ``src``. The
+    result is ``(N, OC)``.
+
+    Example:
+        >>> src = torch.ones(2, 3, 4, 4, dtype=torch.uint8)
+        >>> weight = torch.ones(5, 3, 4, 4, dtype=torch.int8)
+        >>> torchq.functional.inner_product(src, weight)[0]
+        tensor([48., 48., 48., 48., 48.])
+    """
+    if isinstance(src, Tensor) and isinstance(weight, Tensor) and weight.dim() != 2:
+        if weight.dim() < 2 or src.shape[1:] != weight.shape[1:]:
+            raise ValueError(
+                "torchq.inner_product: src and weight must be (N, C, ...) and (OC, C, ...) with "
+                f"the same channels and sizes, got {list(src.shape)} and {list(weight.shape)}. "
+                "Resize src to what the weight was made for, or flatten both."
+            )
+        src, weight = src.flatten(1), weight.flatten(1)
+    return _linear("inner_product", src, weight, bias, attr, dst_dtype, post_op_srcs)
+
+
+def _linear(
+    op: str,
+    src: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None,
+    attr: Attr | None,
+    dst_dtype: torch.dtype,
+    post_op_srcs: Sequence[Tensor],
+) -> Tensor:
     attr = Attr() if attr is None else attr
-    check_source("linear", src, attr)
+    check_source(op, src, attr)
     packed = weight if isinstance(weight, PackedWeight) else pack_linear(weight)
     if packed.dilation or src.dim() == 0 or src.shape[-1] != packed.shape[1]:
         raise ValueError(
-            f"torchq.linear: src must be (*, {packed.shape[1]}) for weight {list(packed.shape)}, "
+            f"torchq.{op}: src must be (*, {packed.shape[1]}) for weight {list(packed.shape)}, "
             f"a matrix, got {list(src.shape)}. Check the layer's in_features."
         )
     operands = src, packed, packed.in_channels, bias, attr, dst_dtype, post_op_srcs
     return packed_layer(
-        "linear",
+        op,
         torch.ops.torchq.linear,
         *operands,
         lambda: (*src.shape[:-1], packed.channels),

@@ -228,7 +228,8 @@ def unproven(packed: PackedWeight) -> str:
     wanted = form.tensors()
     given = packed.tensors()
     for name, tensor in given.items():
-        if tensor.shape != wanted[name].shape or tensor.dtype != wanted[name].dtype:
+        same = tensor.shape == wanted[name].shape and tensor.dtype == wanted[name].dtype
+        if not same or tensor.device != packed.weight.device:
             return name
     shape, groups, stride, dilation = packed.geometry
     packing = sums_and_bounds(packed.weight, shape, groups[0], stride, dilation)

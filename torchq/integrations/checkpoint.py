@@ -4,19 +4,44 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchq.functional.placeholders import limited_placeholders
 from torchq.nn.leaf import Leaf
 from torchq.nn.module import LAYOUT_VERSION, read_spec
-from torchq.serialization import quantized_modules
+from torchq.serialization.states import quantized_modules
 from torchq.serialization.tensor_file import digest
 
 _DIGESTS = "torchq_digests"
+_STORED = {"layer.weight": "weight", "rows": "weight"}
+"""Names that packed tensors of a quantized layer have in files: those of the float weight.
+
+Their shapes are others. So transformers refuses the folder where torchq is not registered; under
+names of their own they would be left over, and the float weights random. Earlier releases did so.
+"""
+
+
+def stored_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state_dict of a model with the names that files have."""
+    modules = model.named_modules(remove_duplicate=False)
+    leaves = [name for name, module in modules if isinstance(module, Leaf)]
+    names = {f"{n}.{own}": f"{n}.{stored}" for n in leaves for own, stored in _STORED.items()}
+    return {names.get(key, key): value for key, value in model.state_dict().items()}
+
+
+def packed_name(leaf: nn.Module) -> str:
+    """Return the layer's own name of its packed tensor."""
+    return next(name for name in _STORED if name in leaf.state_dict())
+
+
+def stored_name(name: str, key: str, places: Container[str]) -> str:
+    """Return the name in files of a layer's tensor; ``places`` are the names that there are."""
+    stored = f"{name}.{_STORED.get(key, key)}"
+    return stored if stored in places else f"{name}.{key}"
 
 
 def digests_of(model: nn.Module) -> dict[str, str]:
@@ -52,7 +77,7 @@ def read_leaves(files: Iterable[str] | None) -> dict[str, nn.Module]:
         with limited_placeholders(sum(map(os.path.getsize, paths))):
             leaves = quantized_modules(specs)
         states = {
-            name: {key: f"{name}.{key}" for key in leaf.state_dict()}
+            name: {key: stored_name(name, key, places) for key in leaf.state_dict()}
             for name, leaf in leaves.items()
         }
         wanted = {key for state in states.values() for key in state.values()}

@@ -8,7 +8,6 @@ integers have a byte each in the format int-quantized, and half of one in pack-q
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from torchq.attributes.json_text import read_json
 from torchq.quantization.int4 import GROUP_SIZES
 from torchq.quantization.qparams import QParams
 
@@ -107,9 +107,16 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], Layers]:
     Raises:
         ValueError: it is no such folder, is damaged, or has layers without a form here.
     """
-    facts = _read_json(folder / "config.json")
-    _check_scheme(folder, facts)
-    return facts, _read_layers(folder, _weight_files(folder), _only_4_bits(scheme_of(facts)))
+    try:
+        facts = _read_json(folder / "config.json")
+        _check_scheme(folder, facts)
+        return facts, _read_layers(folder, _weight_files(folder), _only_4_bits(scheme_of(facts)))
+    except (ImportError, MemoryError):  # of the machine
+        raise
+    except Exception as error:  # of a configuration of other types: anything
+        if str(error).startswith("torchq.from_compressed_tensors"):
+            raise
+        raise refused(folder, f"{type(error).__name__}: {_line(error)}") from error
 
 
 def refused(folder: Path, got: str, remedy: str = "Copy the folder anew.") -> ValueError:
@@ -132,7 +139,7 @@ def scheme_of(facts: dict[str, Any]) -> dict[str, Any]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = read_json(file.read_bytes())
     except (OSError, ValueError) as error:
         raise refused(file.parent, f"its {file.name} cannot be read: {_line(error)}") from None
     if not isinstance(found, dict):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,7 @@ _SCALES = r"\.(weight|input|output)_(scale|zero_point)$|\.weight_(packed|shape)$
 def load(folder: Path, facts: Mapping[str, Any], layers: Layers, model_class: Any) -> nn.Module:
     """Return the model of a folder, with these layers in int8."""
     if model_class is None:
-        names: Sequence[str] = facts.get("architectures") or ["AutoModel"]
-        model_class = getattr(transformers, names[0], transformers.AutoModel)
+        model_class = _class_of(facts)
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
         for part in (config, config.get_text_config()):  # else transformers' own reader takes it
@@ -42,11 +41,25 @@ def load(folder: Path, facts: Mapping[str, Any], layers: Layers, model_class: An
         model = model_class.from_pretrained(
             folder, config=config, quantization_config=_Config(folder, layers)
         )
-    except (OSError, RuntimeError, KeyError) as error:
-        raise refused(folder, f"transformers says {str(error).splitlines()[0]!r}") from error
+    except (ImportError, MemoryError):  # of the machine
+        raise
+    except Exception as error:  # of a folder that was changed: anything
+        if str(error).startswith("torchq."):
+            raise
+        told = (str(error) or type(error).__name__).splitlines()[0]
+        raise refused(folder, f"transformers says {told!r}") from error
     plain = TorchqConfig()
     model.config.quantization_config = model.hf_quantizer.quantization_config = plain
     return model.eval()  # type: ignore[no-any-return]
+
+
+def _class_of(facts: Mapping[str, Any]) -> Any:
+    """Return the class of models that a config.json names; AutoModel for any other name."""
+    names = facts.get("architectures")
+    name = names[0] if isinstance(names, list) and names else ""
+    found = getattr(transformers, name, None) if isinstance(name, str) else None
+    known = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    return found if known else transformers.AutoModel
 
 
 class _Config(TorchqConfig):

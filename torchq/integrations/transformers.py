@@ -2,7 +2,12 @@
 """``torchq.TorchqConfig``: ``from_pretrained`` of transformers quantizes while it loads.
 
 Importing this module registers the configuration and its quantizer with transformers, by the
-functions that transformers has for this.
+functions that transformers has for this. transformers looks for formats nowhere else: it reads no
+entry points, and has no hook for a format that it does not know. So ``import torchq`` imports this
+module where transformers is imported already, and cannot where it is imported later, short of
+importing transformers itself (seconds, for those who never use it) or of patching Python's imports.
+A program that loads a folder of torchq without the registration gets an error of transformers, by
+the shapes of the packed weights (``checkpoint.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +30,14 @@ from torchq.convert.rows import Row
 from torchq.convert.swap.checks import check_finite
 from torchq.convert.swap.leaves import equivalent_layer
 from torchq.convert.swap.observed import ObservedLeaf
-from torchq.integrations.checkpoint import digests_of, read_leaves, refusing
+from torchq.integrations.checkpoint import (
+    digests_of,
+    packed_name,
+    read_leaves,
+    refusing,
+    stored_state,
+)
+from torchq.nn.conversions import refusing_conversions
 from torchq.nn.embedding import QEmbedding
 from torchq.nn.inputs import without_gradients
 from torchq.nn.leaf import Leaf, QuantizedLeaf, take_hooks, without_hooks
@@ -230,12 +242,15 @@ class TorchqQuantizer(HfQuantizer):  # type: ignore[misc]
     def _place_leaves(self, weight_conversions: list[Any], model: Any) -> None:
         state = model.state_dict()
         renamings = [c for c in weight_conversions if isinstance(c, WeightRenaming)]
+        names: dict[str, str] = {}
         for name, leaf in read_leaves(self._files).items():
-            key, _ = rename_source_key(
-                f"{name}.weight", renamings, [], model.base_model_prefix, state
-            )
+            weight = f"{name}.weight"
+            key, _ = rename_source_key(weight, renamings, [], model.base_model_prefix, state)
             if key in state:  # else it belongs to a head that this class has not
                 model.set_submodule(key.removesuffix(".weight"), initialized(leaf))
+                stored, _ = rename_source_key(weight, renamings, [])
+                names[stored] = f"{stored.removesuffix('weight')}{packed_name(leaf)}"
+        weight_conversions.append(_PackedNames(names))
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -249,11 +264,13 @@ class TorchqQuantizer(HfQuantizer):  # type: ignore[misc]
                     if isinstance(module, Leaf):
                         module.load_state_dict(module.state_dict())  # checks what transformers set
         vars(model)["torchq_report"] = _report(model, self._reasons)
-        return without_gradients(model)
+        return refusing_conversions(without_gradients(model))
 
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, str]]:
-        """Return that the state is the model's own, and digests for the files."""
-        return None, digests_of(model)
+    def get_state_dict_and_metadata(
+        self, model: Any
+    ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Return the state with the names that files have, and digests for them."""
+        return stored_state(model), digests_of(model)
 
     def is_serializable(self) -> bool:
         """Return True: the state is plain tensors."""
@@ -263,6 +280,25 @@ class TorchqQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_trainable(self) -> bool:
         """Return False: int8 layers have no gradients."""
         return False
+
+
+class _PackedNames(WeightRenaming):  # type: ignore[misc]
+    """Renames packed weights from what files call them to what their layers do."""
+
+    __slots__ = ("_names",)
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        """``names``: of files, after all other renamings -> of the model."""
+        super().__init__("weight", "weight")
+        self._names = names
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """Return the name, and no pattern: nothing is converted."""
+        return self._names.get(source_key, source_key), None
+
+    def reverse_transform(self) -> _PackedNames:
+        """Return a renaming of nothing: ``stored_state`` has the names of files."""
+        return _PackedNames({})
 
 
 class _MakeLeaf(ConversionOps):  # type: ignore[misc]

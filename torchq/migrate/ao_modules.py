@@ -79,7 +79,7 @@ def weight_scales(weight: Tensor) -> Tensor:
         zero_points, scales = weight.q_per_channel_zero_points(), weight.q_per_channel_scales()
     else:
         zero_points = torch.tensor([weight.q_zero_point()], device="cpu")
-        scales = torch.tensor([weight.q_scale()], device="cpu")
+        scales = torch.tensor([weight.q_scale()], dtype=torch.float32, device="cpu")
     if bool(zero_points.any()):
         raise ValueError("its weight has zero points other than 0, which weights here have not")
     return scales.float()

@@ -29,6 +29,7 @@ from torchq.convert.swap.weights import leave_fast_paths, split_attention
 from torchq.convert.tables import TABLES, TableMaker
 from torchq.migrate.spec import QINT8, Spec
 from torchq.nn.batch_norm import reduction
+from torchq.nn.conversions import refusing_conversions
 from torchq.nn.float_modules import is_experts
 from torchq.nn.inputs import without_gradients
 from torchq.nn.leaf import take_hooks, without_hooks
@@ -113,7 +114,7 @@ def quantize_dynamic(
         model = copy.deepcopy(plain, places)
     vars(model)["torchq_report"] = rows
     refuse_save_pretrained(model)
-    return without_gradients(model.eval())
+    return refusing_conversions(without_gradients(model.eval()))
 
 
 def _replacements(

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from torchq.convert.graph_code import as_module
+from torchq.graphs.code import as_module
 from torchq.migrate.leaves import dynamic_leaf, float_layer, report
+from torchq.nn.conversions import refusing_conversions
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.inputs import Inputs, without_gradients, working_copy
 from torchq.qat.known_scales import put, rounding, with_known_scales
@@ -65,7 +66,7 @@ def from_pt2e(model: nn.Module, example_inputs: Inputs | None = None) -> nn.Modu
     result: nn.Module = fx.GraphModule(copied, copied.graph).eval()
     if pairs.dynamic:
         vars(result)["torchq_report"] = report(result, dict.fromkeys(pairs.dynamic, "linear"), {})
-        return without_gradients(result)
+        return refusing_conversions(without_gradients(result))
     result = with_known_scales(result, example_inputs)
     put(result, rounding(result))
     result._buffers.update(pairs.weights)  # what rounds them passes integers on
@@ -174,9 +175,8 @@ class _Pairs:
             layer = float_layer(layer, _dequantized(weight, int8, params), bias)
             name = f"{user.name}_dynamic"
             self.dynamic.append(name)
-            self.model.add_submodule(
-                name, dynamic_leaf(layer, int8, torch.as_tensor(params[0], device="cpu").float())
-            )
+            scales = torch.as_tensor(params[0], dtype=torch.float32, device="cpu")
+            self.model.add_submodule(name, dynamic_leaf(layer, int8, scales))
             with self.graph.inserting_before(user):
                 made = self.graph.call_module(name, (source.args[0],))
             user.replace_all_uses_with(made)

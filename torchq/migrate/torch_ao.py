@@ -10,7 +10,6 @@ from torch import Tensor, fx, nn
 
 from torchq.convert.dispatch import dispatches
 from torchq.convert.packed_weights import PackedWeights
-from torchq.convert.swap.calls import copied
 from torchq.migrate.ao_graph import AoGraph, Params, the_only
 from torchq.migrate.ao_modules import (
     DYNAMIC,
@@ -24,8 +23,10 @@ from torchq.migrate.ao_modules import (
 )
 from torchq.migrate.leaves import LAYERS as FLOATS
 from torchq.migrate.leaves import report, static_leaf
+from torchq.nn.conversions import refusing_conversions
 from torchq.nn.inputs import Inputs, split_inputs, without_gradients, working_copy
 from torchq.nn.leaf import QuantizedLeaf
+from torchq.nn.trees import copied
 from torchq.qat.known_scales import put, rounding, with_known_scales
 from torchq.quantization.qparams import QParams
 
@@ -89,7 +90,7 @@ def from_torch_ao(model: nn.Module, example_inputs: Inputs | None = None) -> nn.
         vars(result)["torchq_report"] = report(result, kinds, dict.fromkeys(taken.layers, _UNKNOWN))
     put(result, leaves)
     put(result, rounding(result))
-    return without_gradients(result.eval())
+    return refusing_conversions(without_gradients(result.eval()))
 
 
 class _Taken:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from torchq.attributes.arguments import FLOATS
 from torchq.migrate.leaves import dynamic_leaf, float_layer, int4_leaf, report, static_leaf
+from torchq.nn.conversions import refusing_conversions
 from torchq.nn.inputs import without_gradients, working_copy
 from torchq.nn.leaf import QuantizedLeaf, take_hooks
 from torchq.quantization.int4 import GROUP_SIZES
@@ -77,7 +78,7 @@ def from_torchao(model: nn.Module) -> nn.Module:
     copied = working_copy(model, {id(model.get_submodule(n)): m for n, m in leaves.items()},
                           "from_torchao")  # fmt: skip
     vars(copied)["torchq_report"] = report(copied, dict.fromkeys(leaves, "Linear"), {})
-    return without_gradients(copied.eval())
+    return refusing_conversions(without_gradients(copied.eval()))
 
 
 def is_torchao(model: nn.Module) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from torchq.nn.module import QModule, dtype_name, placeholder_qparams, quantize_boundary
+from torchq.nn.module import QModule, dtype_name, placeholder_qparams
 from torchq.quantization.qparams import QParams
 from torchq.runtime.library import dtype_code
 
@@ -61,12 +61,11 @@ class _QCombine(QModule):
         if src.dtype == (torch.int8 if self.src_signed[i] else torch.uint8):
             return src
         code, low, high = self.src_codes[i], self.src_lows[i], self.src_highs[i]
-        return quantize_boundary(src, self.scales[i], self.zero_points[i], code, low, high)
+        return self._from_float(src, self.scales[i], self.zero_points[i], code, low, high)
 
-    def extra_repr(self) -> str:
-        """Dtypes, scales and zero points."""
-        scales = ", ".join(f"{s:.4g}" for s in self.scales.tolist())
-        return f"scales=[{scales}], zero_points={self.zero_points.tolist()}"
+    def _own_repr(self) -> str:
+        spec = self.read_spec()
+        return f"{', '.join(spec['srcs'])} -> {spec['dst']}"
 
 
 class _QBinary(_QCombine):

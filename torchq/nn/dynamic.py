@@ -144,8 +144,7 @@ class DynamicQLinear(RowQuantizedLinear):
         )
         return dst
 
-    def extra_repr(self) -> str:
-        """Shapes and ranges on one line."""
+    def _own_repr(self) -> str:
         spec = self.read_spec()
         note = f", {spec['recipe']}" if "recipe" in spec else ""
         return f"{spec['weight']}, src_range={spec['src_range']}{note}"

@@ -162,8 +162,7 @@ class DynamicQConv(QModule):
         )
         return dst.squeeze(0) if unbatched else dst
 
-    def extra_repr(self) -> str:
-        """Return the shapes on one line."""
+    def _own_repr(self) -> str:
         spec = self.read_spec()
         names = ("stride", "padding", "dilation", "groups")
         return ", ".join([f"{spec['weight']}", *(f"{name}={spec[name]}" for name in names)])

@@ -147,8 +147,7 @@ class DynamicQLinearInt4(RowQuantizedLinear):
         )
         return dst
 
-    def extra_repr(self) -> str:
-        """Shapes, bits and groups on one line."""
+    def _own_repr(self) -> str:
         spec = self.read_spec()
         kind = f"groups of {self.group_size}{'' if self.symmetric else ', affine'}"
         note = f", {spec['recipe']}" if spec["recipe"] else ""

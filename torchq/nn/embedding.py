@@ -75,8 +75,7 @@ class _Embedding(Leaf, QModule):
     def _bias_values(self) -> Tensor | None:
         return None
 
-    def extra_repr(self) -> str:
-        """Shape and arguments, as of the float module, and bits."""
+    def _own_repr(self) -> str:
         spec = self.read_spec()
         parts = [f"{self.num_embeddings}, {self.embedding_dim}"]
         if self.padding_idx is not None:

@@ -62,7 +62,7 @@ class QExperts(QModule):
     def from_spec(cls, spec: dict[str, Any]) -> QExperts:
         """Return experts whose layers have specs of their own; :meth:`adopt` comes next."""
         count = spec["experts"]
-        take(8 * count)  # pointers
+        take(512 * count)  # names, and places in the lists
         return cls([nn.Identity()] * count, [nn.Identity()] * count, None)
 
     def adopt(self, module: nn.Module) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchq.attributes.arguments import as_float32
 from torchq.attributes.post_ops import PostOps
 from torchq.nn.dynamic_int4 import DynamicQLinearInt4
 from torchq.nn.module import QModule
@@ -92,8 +93,9 @@ def dynamic_from_float(
     recipe = None
     if sample is not None and sample.calibrated and weight_scale is None:
         assert isinstance(module, nn.Linear)
-        weight, bias, gptq = module.weight.detach(), module.bias, config.recipe == "best"
-        grid = config.weight_granularity, config.int8_bits, gptq, group_size
+        weight = as_float32(module.weight.detach())
+        bias = None if module.bias is None else as_float32(module.bias.detach())
+        grid = config.weight_granularity, config.int8_bits, config.recipe == "best", group_size
         recipe = linear_recipe(weight, bias, sample, *grid)
     if group_size is not None:
         assert isinstance(module, nn.Linear)

@@ -6,10 +6,9 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.nn.utils.spectral_norm import SpectralNorm, remove_spectral_norm
 from torch.nn.utils.weight_norm import WeightNorm, remove_weight_norm
 from torch.utils._pytree import tree_leaves
+
+from torchq.nn.trees import copied, detached
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 """One input of a model, a sequence of its inputs, or a mapping of keyword arguments."""
@@ -85,26 +86,6 @@ def _uncopied(model: nn.Module) -> str:
     return "one that does not"
 
 
-def detached(model: nn.Module) -> dict[int, Any]:
-    """For ``deepcopy``, which refuses what is no leaf: the copies of such tensors in modules."""
-    copies, seen, left = {}, set[int](), [model]
-    while left:
-        value: Any = left.pop()
-        if id(value) in seen or isinstance(value, ModuleType):
-            continue
-        seen.add(id(value))
-        if isinstance(value, Tensor):
-            if value.grad_fn is not None:
-                copies[id(value)] = value.detach().clone()
-        elif isinstance(value, dict):
-            left.extend(value.values())
-        elif isinstance(value, list | tuple | deque):
-            left.extend(value)
-        elif isinstance(getattr(value, "__dict__", None), dict):
-            left.append(value.__dict__)
-    return copies
-
-
 def without_gradients(model: nn.Module) -> nn.Module:
     """Return the model; its parameters do not require grad any more."""
     for parameter in model.parameters():
@@ -116,12 +97,16 @@ def without_gradients(model: nn.Module) -> nn.Module:
 
 
 def call(model: nn.Module, inputs: Inputs) -> Any:
-    """Return the model's result.
+    """Return the model's result for copies of the inputs, to which it may write.
 
     Raises:
         TypeError: the inputs are not those of the model's forward.
     """
-    args, kwargs = split_inputs(inputs)
+    return call_with(model, *copied(*split_inputs(inputs)))
+
+
+def call_with(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the model's result for these arguments themselves; see :func:`call`."""
     try:
         return model(*args, **kwargs)
     except TypeError:

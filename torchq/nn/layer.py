@@ -337,4 +337,5 @@ class QLayer(QModule):
         spec = self.read_spec()
         groups = f", groups={spec['groups']}" if spec["groups"] > 1 else ""
         bits = "/7" if spec["src_bits"] == 7 else ""
-        return f"{spec['weight']}{groups}, {spec['src']}{bits} -> {spec['dst']}, {self.attr}"
+        attr = "?" if self.spec.is_meta else self.attr
+        return f"{spec['weight']}{groups}, {spec['src']}{bits} -> {spec['dst']}, {attr}"

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchq.nn.inputs import detached
+from torchq.nn.trees import detached
 from torchq.quantization.observers import Observer
 
 State = dict[str, dict[str, Any]]
@@ -131,7 +131,12 @@ _MISSING = object()
 
 
 def _equal(old: dict[str, Any], new: dict[str, Any], key: str) -> bool:
-    return _same(old.get(key, _MISSING), new.get(key, _MISSING), {})
+    return is_same(old.get(key, _MISSING), new.get(key, _MISSING))
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Return whether values are equal, or what is in them."""
+    return _same(a, b, {})
 
 
 def _same(a: Any, b: Any, seen: dict[tuple[int, int], Any]) -> bool:

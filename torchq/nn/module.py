@@ -8,16 +8,24 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.jit import is_scripting  # type: ignore[attr-defined]
 from typing_extensions import Self
 
 from torchq.attributes.arguments import DTYPE_NAMES, as_float32, check_type
+from torchq.attributes.json_text import read_json
 from torchq.functional.packing import PackedWeight, unproven
+from torchq.nn.clip_counter import ClipCounter, Told, check_finite
 from torchq.quantization.qparams import QParams
 from torchq.runtime.library import dtype_code
 
 LAYOUT_VERSION = 1
 """Of the packed weights and the spec; a state of another version does not load."""
 
+_UNCHANGED = (
+    "Nothing of the quantized model was changed, but what a float module around it has in front of "
+    "it may be."
+)
 _CHOOSE = "Choose them from what an observer saw, or with torchq.QParams.per_tensor."
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -85,6 +93,7 @@ class QModule(nn.Module):
     """
 
     spec: Tensor
+    checked_name: str
     src_scale: Tensor
     src_zero_point: Tensor
 
@@ -110,12 +119,24 @@ class QModule(nn.Module):
         fields = {"class": type(self).__name__, "version": LAYOUT_VERSION, **fields}
         # beside the buffer, which loses its values on meta
         self._spec_text = json.dumps(fields, separators=(",", ":"))
+        self.name_source(f"a source of {type(self).__name__}", False, None)
         text = list(self._spec_text.encode())
         self.register_buffer("spec", torch.tensor(text, dtype=torch.uint8, device="cpu"))
 
     def read_spec(self) -> dict[str, Any]:
         """Return the spec as a dict."""
-        return read_spec(self.spec)
+        return dict(json.loads(self._spec_text))
+
+    def extra_repr(self) -> str:
+        """Return what the class tells of itself, then scales and zero points."""
+        values = {} if self._buffers.get("scales") is None else {"scales": 0, "zero_points": 0}
+        names = values or [n for n in self._buffers if n.endswith(("_scale", "_zero_point"))]
+        known = [(name, self._buffers[name]) for name in names]
+        told = [f"{name}={_values_text(own)}" for name, own in known if own is not None]
+        return ", ".join(filter(None, [self._own_repr(), *told]))
+
+    def _own_repr(self) -> str:
+        return ""
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> "QModule":
@@ -124,6 +145,18 @@ class QModule(nn.Module):
 
     def refold(self) -> None:
         """Recompute what follows from other tensors; call it after changing them."""
+
+    def name_source(self, name: str, checks: bool, told: Told | None) -> None:
+        """Tell how to call the float source, and whether it must be finite.
+
+        Args:
+            name: for warnings and errors, such as "input 'x'".
+            checks: raise ValueError for NaN and inf.
+            told: shared by the modules of a model, of which one warns; None never warns.
+        """
+        self._clips = ClipCounter(name, checks, told)
+        if checks:
+            self.checked_name = name  # TorchScript sees no counter
 
     def _packed_weights(self) -> dict[str, PackedWeight]:
         """Return the packed weights by what follows ``weight`` in the names of their buffers."""
@@ -134,10 +167,10 @@ class QModule(nn.Module):
 
         Kernels take them as proof that their own sums are exact, so a loaded state must prove them.
         """
-        buffers = [b for b in self._buffers.values() if b is not None]
-        if any(type(b) is not Tensor or b.is_meta for b in buffers):  # fake or meta: no values
-            return
         for suffix, packed in self._packed_weights().items():
+            parts = (packed.weight, packed.compensation, packed.pair_bound)
+            if any(type(part) is not Tensor for part in parts) or all(p.is_meta for p in parts):
+                continue  # fake or meta: no values
             if wrong := unproven(packed):
                 raise ValueError(
                     f"torchq.nn.{type(self).__name__}: '{wrong}{suffix}' of the state of '{name}' "
@@ -161,6 +194,8 @@ class QModule(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if "_spec_text" not in self.__dict__:  # of an older version
             self._spec_text = text_bytes(self.spec).decode()
+        if "_clips" not in self.__dict__:
+            self.name_source(f"a source of {type(self).__name__}", False, None)
         self._own_empty_buffers()
         self._check_packed("")
 
@@ -211,15 +246,34 @@ class QModule(nn.Module):
             "load with torchq.load."
         )
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def check_conversion(self, fn: Callable[[Tensor], Tensor], where: str = "") -> None:
+        """Raise TypeError if ``fn`` changes dtypes, or moves tensors to a device without kernels.
+
+        Args:
+            fn: what ``half()``, ``to()`` and the like do to each tensor.
+            where: name of the module in the one that is converted.
+        """
         for name, own in self._buffers.items():
-            dtype = None if own is None else fn(own.reshape(-1)[:0]).dtype
-            if own is not None and dtype != own.dtype:
+            if own is None:
+                continue
+            made, full = fn(own.reshape(-1)[:0]), f"{where}.{name}".lstrip(".")
+            if made.dtype != own.dtype:
                 raise TypeError(
-                    f"torchq.nn.{type(self).__name__}: '{name}' must stay {own.dtype}, got a "
-                    f"conversion to {dtype}. Convert the float model, to torch.bfloat16 say, and "
-                    "quantize it then."
+                    f"torchq.nn.{type(self).__name__}: '{full}' must stay {own.dtype}, got a "
+                    f"conversion to {made.dtype}. Convert the float model, to torch.bfloat16 say, "
+                    f"and quantize it then. {_UNCHANGED}"
                 )
+            if made.device.type not in ("cpu", "meta", own.device.type):
+                raise TypeError(
+                    f"torchq.nn.{type(self).__name__}: '{full}' must stay on the CPU, got a move "
+                    f"to {made.device}. Quantized layers run on CPUs: give them what x.cpu() "
+                    f"returns. {_UNCHANGED}"
+                )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        for name, part in self.named_modules() if recurse else [("", self)]:
+            if isinstance(part, QModule):
+                part.check_conversion(fn, name)
 
         def flat(own: Tensor) -> Tensor:
             """Packed weights are of 4 and 5 dims, but no images: a memory format is not theirs."""
@@ -281,9 +335,20 @@ class QModule(nn.Module):
         """Return the source in its quantized dtype; floats are quantized, all else a TypeError."""
         if src.dtype == self.src_dtype:
             return src
-        return quantize_boundary(
+        return self._from_float(
             src, self.src_scale, self.src_zero_point, self.src_code, self.src_low, self.src_high
         )
+
+    def _from_float(
+        self, src: Tensor, scale: Tensor, zero_point: Tensor, code: int, low: int, high: int
+    ) -> Tensor:
+        """Return a float source in a quantized dtype, and count what that clips."""
+        if is_scripting():
+            if hasattr(self, "checked_name"):
+                check_finite(src, self.checked_name)
+        elif not is_compiling():
+            self._clips.look(src, scale, zero_point, low, high)
+        return quantize_boundary(src, scale, zero_point, code, low, high)
 
 
 def text_bytes(text: Tensor) -> bytes:
@@ -299,15 +364,25 @@ def read_spec(spec: Tensor) -> dict[str, Any]:
         ValueError: it is not the spec of a torchq module.
     """
     try:
-        fields = json.loads(text_bytes(spec))
+        fields = read_json(text_bytes(spec))
         if isinstance(fields, dict) and isinstance(fields.get("class"), str):
             return fields
-    except (ValueError, RecursionError):
+    except ValueError:
         pass
     raise ValueError(
         "torchq.nn: spec must be the JSON text of a torchq module, got "
         f"{text_bytes(spec)[:60]!r}. Is this a state saved by torchq?"
     )
+
+
+def _values_text(values: Tensor) -> str:
+    """Return up to four values, or how many there are and the smallest and the largest."""
+    if values.is_meta:
+        return "?"
+    numbers = [f"{value:.4g}" for value in values.tolist()]
+    if len(numbers) > 4:
+        return f"{len(numbers)} of {float(values.min()):.4g} to {float(values.max()):.4g}"
+    return numbers[0] if len(numbers) == 1 else f"[{', '.join(numbers)}]"
 
 
 def _uncalibrated(text: str) -> object:

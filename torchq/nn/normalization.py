@@ -62,8 +62,7 @@ class _QNorm(QModule):
         src = placeholder_qparams(spec["src"], spec["src_bits"])
         return cls(src, dst, post_ops=PostOps.parse(spec["post_ops"]), **spec["arguments"])
 
-    def extra_repr(self) -> str:
-        """Arguments, dtypes and post-ops."""
+    def _own_repr(self) -> str:
         spec = self.read_spec()
         arguments = [f"{k}={v}" for k, v in spec["arguments"].items()]
         chain = [f"post_ops='{self.post_ops}'"] if self.post_ops else []

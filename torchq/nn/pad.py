@@ -39,6 +39,9 @@ class QPad(QModule):
         """See the base class."""
         self.value = float(self.src_zero_point)
 
+    def _own_repr(self) -> str:
+        return dtype_name(self.src_dtype)
+
     def forward(self, src: Tensor, padding: list[int]) -> Tensor:
         """Pad; ``padding`` has two numbers a dim, those of the last one first."""
         return F.pad(self._quantized_src(src), padding, "constant", self.value)

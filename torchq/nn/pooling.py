@@ -78,8 +78,7 @@ class _QPool(QModule):
         dst = self._limited(dst)
         return dst.contiguous() if self.contiguous else dst
 
-    def extra_repr(self) -> str:
-        """Return the window."""
+    def _own_repr(self) -> str:
         return ", ".join(f"{k}={v}" for k, v in self.read_spec()["arguments"].items())
 
 

@@ -67,13 +67,18 @@ class Quantize(QModule):
         """See the base class."""
         return cls(_placeholder(spec["dst"], spec))
 
+    def _own_repr(self) -> str:
+        return f"f32 -> {dtype_name(self.src_dtype)}"
+
     def forward(self, src: Tensor) -> Tensor:
         """Quantize."""
-        if src.dtype == self.src_dtype:
-            return src
-        scale, zero_point, axis = self.src_scale, self.src_zero_point, self.axis
-        if axis is not None:
-            scale, zero_point = _along(scale, src, axis), _along(zero_point, src, axis)
+        axis = self.axis
+        if axis is None or src.dtype == self.src_dtype:
+            return self._quantized_src(src)
+        scale, zero_point = (
+            _along(self.src_scale, src, axis),
+            _along(self.src_zero_point, src, axis),
+        )
         return quantize_boundary(src, scale, zero_point, self.src_code, self.src_low, self.src_high)
 
 
@@ -96,6 +101,9 @@ class Dequantize(QModule):
     def from_spec(cls, spec: dict[str, Any]) -> "Dequantize":
         """See the base class."""
         return cls(_placeholder(spec["src"], spec))
+
+    def _own_repr(self) -> str:
+        return f"{dtype_name(self.src_dtype)} -> f32"
 
     def forward(self, src: Tensor) -> Tensor:
         """Dequantize."""
@@ -151,8 +159,7 @@ class QLookup(QModule):
         dst = placeholder_qparams(spec["dst"])
         return cls(torch.zeros_like, src, dst, spec["function"])
 
-    def extra_repr(self) -> str:
-        """Return the function and the dtypes."""
+    def _own_repr(self) -> str:
         return f"{self.function_name}, {dtype_name(self.src_dtype)} -> {dtype_name(self.dst_dtype)}"
 
     def forward(self, src: Tensor) -> Tensor:

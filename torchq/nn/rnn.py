@@ -331,7 +331,7 @@ class _QRecurrent(FloatParameters, QModule):
         words += ["first layer float32"] if self.first is not None else []
         words.append(f"{spec['src']} -> {dtype_name(self.dst_dtype)}")
         words += [] if spec["src"] == "dynamic" else [f"states {spec['state']}"]
-        words += dict.fromkeys(str(layer.attr) for layer in self.layers)
+        words += dict.fromkeys(str(layer.attr) for layer in self.layers if not layer.spec.is_meta)
         return ", ".join(words)
 
 

@@ -79,7 +79,7 @@ def read_attr(
     projected = _factors(op, attr, "weights_projection", kind, (1, 1, 1, projection), 8)
     return RnnParams(
         _data(op, attr, dtype),
-        None if weights is None else weights.reshape(-1) if weights.numel() == 1 else weights,
+        weights,
         projected if projected is None or projected.numel() == 1 else projected.reshape(1, -1),
     )
 
@@ -87,7 +87,7 @@ def read_attr(
 def _factors(
     op: str, attr: Attr, arg: str, kind: str, dims: Sequence[int], most: int
 ) -> Tensor | None:
-    """Return the values of one kind, ``[1]`` or as the dims; None where it is not set."""
+    """Return the values of one kind in one dimension; None where it is not set."""
     mask = attr.mask(arg, kind)
     if mask is None:
         return None
@@ -96,8 +96,7 @@ def _factors(
             f"torchq.{op}: the mask of {kind} must be 0 (one scale) or {most} (one per output), "
             f"got {mask}. The nearest supported form is mask {most}, with values repeated."
         )
-    values = attr.resolve(arg, dims, kind)
-    return values.reshape(-1) if mask == 0 else values
+    return attr.resolve(arg, dims, kind).reshape(-1)
 
 
 def _data(op: str, attr: Attr, dtype: torch.dtype) -> QParams | None:

@@ -126,8 +126,10 @@ class QRecurrentLayer(QModule):
         self._add_weight("projection", projection)
         shape = [directions, gates, self.hidden_size]
         for name, value in (("bias_src", bias_src), ("bias_state", bias_state)):
-            given = torch.zeros(shape, device="cpu") if value is None else value.detach()
-            self.register_buffer(name, given.reshape(shape).to(torch.float32).clone())
+            own = torch.zeros(shape, dtype=torch.float32, device="cpu")
+            self.register_buffer(
+                name, own if value is None else own.copy_(value.detach().reshape(shape))
+            )
         self.register_buffer("peephole", None if peephole is None else peephole.detach().clone())
         self._add_folded("multiplier_src", "multiplier_state", "bias", "scales", "zero_points")
         for name in ("multiplier_projection", "extra"):  # which refold fills where there are some
@@ -315,7 +317,8 @@ class QRecurrentLayer(QModule):
         sizes = f"{inputs}, {hidden}" + (f", projection={projection}" if projection else "")
         both = ", bidirectional" if self.directions == 2 else ""
         dtypes = f"{spec['src']} -> {spec['dst']}, state {spec['state']}"
-        return f"{self.cell}, {sizes}{both}, {dtypes}, {self.attr}"
+        attr = "?" if self.spec.is_meta else self.attr
+        return f"{self.cell}, {sizes}{both}, {dtypes}, {attr}"
 
 
 def _folded(scale: Tensor, shape: list[int]) -> Tensor:

@@ -15,6 +15,7 @@ from torchq.attributes.post_ops import PostOps
 from torchq.capture.module_kinds import RECURRENT
 from torchq.convert.packed_weights import PackedWeights
 from torchq.convert.rows import Row, Weight, check_strict
+from torchq.convert.sources import name_sources
 from torchq.convert.swap.checks import check_mode
 from torchq.convert.swap.leaves import equivalent_layer
 from torchq.convert.swap.planning import NO_LEAF
@@ -86,7 +87,7 @@ def _converted(prepared: nn.Module, settings: Settings, strict: bool) -> nn.Modu
     for module in result.modules():
         without_quantizers(module)
     put(result, leaves)
-    return result.eval()
+    return name_sources(result).eval()
 
 
 def _alone(leaf: nn.Module, layer: nn.Module) -> nn.Module:

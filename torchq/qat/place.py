@@ -16,12 +16,12 @@ from torchq.capture.ops import Role
 from torchq.convert.api import prepare
 from torchq.convert.dispatch import dispatches
 from torchq.convert.prepared import Prepared
-from torchq.convert.swap.calls import copied
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.swap.weights import leave_fast_paths, split_attention
 from torchq.nn.batch_norm import TRANSPOSED
 from torchq.nn.inputs import Inputs, split_inputs, working_copy
 from torchq.nn.model_state import as_before
+from torchq.nn.trees import copied
 from torchq.qat.hooks import DST, SRC, freeze_after, round_dst, round_src
 from torchq.qat.lower import KEY, Settings
 from torchq.qat.quantizer import ActivationQuantizer, WeightQuantizer
@@ -67,8 +67,9 @@ def prepare_qat(
             norms, stay as they are. None: they move in all of training.
 
     Raises:
-        ValueError, TypeError: as :func:`torchq.prepare`; also where no layer would be rounded, or
-            ``freeze_after`` is no int of at least 0.
+        ValueError, TypeError: as :func:`torchq.prepare`; also where no layer would be rounded, a
+            linear layer has another recipe than "fast", or ``freeze_after`` is no int of at least
+            0.
 
     Example:
         >>> images, labels = torch.randn(16, 3, 8, 8), torch.randint(5, (16,))
@@ -94,12 +95,26 @@ def prepare_qat(
         model = split_attention(model.eval(), dict(model.named_modules()))
         leave_fast_paths(model)
     prepared = prepare(model, example_inputs, config, overrides)
+    _check_recipes(prepared)
     args, kwargs = copied(*split_inputs(example_inputs))
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         _Placing(model, prepared, learn_scales, freeze_after).run(args, kwargs)
     model.train()
     vars(model)[KEY] = Settings(kwargs or args, config, overrides)
     return model
+
+
+def _check_recipes(prepared: nn.Module) -> None:
+    """Raise ValueError for a linear layer whose recipe needs calibration, which training is not."""
+    for name, leaf in prepared.named_modules():
+        if isinstance(leaf, ObservedLeaf) and leaf.sample is not None:
+            bits = "weight_bits=4, " if leaf.config.weight_bits == 4 else ""
+            raise ValueError(
+                f"torchq.prepare_qat: recipe must be 'fast' for linear layers, got "
+                f"{leaf.config.recipe!r} for '{name}': other recipes choose by calibration data. "
+                f"Leave recipe out, or quantize such layers at run time: overrides={{{name!r}: "
+                f"torchq.QConfig({bits}dynamic=True)}}."
+            )
 
 
 class _Placing:
@@ -174,7 +189,7 @@ class _Placing:
             axis = 1 if isinstance(layer, TRANSPOSED) else 0
             per_channel = config.weight_granularity == "per_channel"
             rounded = WeightQuantizer(
-                layer.weight, weight_range(config.weight_bits), axis if per_channel else None,
+                layer.weight, weight_range(config.int8_bits), axis if per_channel else None,
                 self.learn,
             )  # fmt: skip
             parametrize.register_parametrization(layer, "weight", rounded, unsafe=True)

@@ -152,6 +152,10 @@ class WeightQuantizer(Quantizer):
         return src.numel() // (1 if self.axis is None else src.shape[self.axis])
 
 
+def _number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
+
+
 class ActivationQuantizer(Quantizer):
     """Rounds an activation, by a moving average of its range or a learned scale.
 
@@ -176,12 +180,12 @@ class ActivationQuantizer(Quantizer):
         """Start without data, recording."""
         super().__init__(integers)
         self.symmetric, self.freeze_after, self.recording = symmetric, freeze_after, True
-        self.register_buffer("min_value", torch.tensor(torch.inf, device="cpu"))
-        self.register_buffer("max_value", torch.tensor(-torch.inf, device="cpu"))
-        self.register_buffer("steps", torch.tensor(0, device="cpu"))
+        self.register_buffer("min_value", _number(torch.inf))
+        self.register_buffer("max_value", _number(-torch.inf))
+        self.register_buffer("steps", torch.tensor(0, dtype=torch.int64, device="cpu"))
         if learn:
-            self.scale = nn.Parameter(torch.tensor(1.0, device="cpu"))
-            self.register_buffer("zero_point", torch.tensor(0.0, device="cpu"))
+            self.scale = nn.Parameter(_number(1.0))
+            self.register_buffer("zero_point", _number(0.0))
 
     @property
     def has_data(self) -> bool:

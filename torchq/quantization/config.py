@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
+from typing import Any, TypeVar
 
 import torch
 
+from torchq.attributes.arguments import nearest
 from torchq.attributes.options import (
     RECIPES,
     WEIGHT_GRANULARITIES,
@@ -30,6 +33,8 @@ from torchq.quantization.observers.binned import (
 from torchq.quantization.observers.minmax import MinMaxObserver, MovingAverageObserver
 from torchq.quantization.ranges import check_bits, check_choice, check_dtype
 
+Class = TypeVar("Class")
+
 OBSERVERS: dict[str, Callable[[], Observer]] = {
     "minmax": MinMaxObserver,
     "moving_average": MovingAverageObserver,
@@ -39,6 +44,30 @@ OBSERVERS: dict[str, Callable[[], Observer]] = {
 }
 
 
+def _names_fields(cls: type[Class]) -> type[Class]:
+    """Let a dataclass say in torchq's words which fields it has."""
+    names, own = [field.name for field in fields(cls)], cls.__init__  # type: ignore[arg-type]
+
+    @functools.wraps(own)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        wrong = next((name for name in kwargs if name not in names), None)
+        if wrong is not None:
+            raise TypeError(
+                f"torchq.{cls.__name__}: fields must be of {', '.join(names)}, got {wrong!r}. "
+                + (f"Did you mean {near!r}?" if (near := nearest(wrong, names, 0.4)) else "")
+            )
+        if len(args) > len(names):
+            raise TypeError(
+                f"torchq.{cls.__name__}: there must be at most {len(names)} values, got "
+                f"{len(args)}. Give them by name, as in {cls.__name__}({names[0]}={args[0]!r})."
+            )
+        own(self, *args, **kwargs)
+
+    setattr(cls, "__init__", __init__)  # noqa: B010
+    return cls
+
+
+@_names_fields
 @dataclass(frozen=True)
 class QConfig:
     """How to quantize a module. Immutable; vary one with ``dataclasses.replace``.
@@ -66,6 +95,10 @@ class QConfig:
             "fast" on a transformer; convolutions and recurrent layers are as in "fast".
         strict: raise if a call cannot take its int8 graph, instead of warning and running the
             model's own code. Only the config of the whole model counts, not those of overrides.
+        check_inputs: raise ValueError where a float value that becomes int8 is NaN or inf. Without
+            it NaN counts as the zero point and inf as the end of the range. Eager mode and
+            torch.jit.script check, and read these values once more. torch.jit.trace, torch.export
+            and torch.compile leave the check out. Only the config of the whole model counts.
 
     Raises:
         TypeError: a field has another type.
@@ -90,6 +123,7 @@ class QConfig:
     strict: bool = False
     embedding_bits: EmbeddingBits | None = None
     group_size: GroupSize | None = None
+    check_inputs: bool = False
 
     def __post_init__(self) -> None:
         """Validate every field."""
@@ -102,6 +136,7 @@ class QConfig:
         check_choice("QConfig", "recipe", self.recipe, RECIPES)
         _check_bool("dynamic", self.dynamic)
         _check_bool("strict", self.strict)
+        _check_bool("check_inputs", self.check_inputs)
         self._check_weight_bits()
         bits = self.embedding_bits
         if bits is not None and (isinstance(bits, bool) or bits not in (8, 4)):

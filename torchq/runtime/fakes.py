@@ -87,7 +87,8 @@ def _(srcs: Sequence[Tensor], dim: int, dst_dtype: int) -> Tensor:
     sizes = list(first.shape)
     sizes[dim] = sum(src.shape[dim] for src in srcs)
     # The order of a source that is not expanded; contiguous where there is none.
-    like = next((src for src in srcs if not _is_expanded(src)), torch.empty(sizes, device="meta"))
+    rows = torch.empty(sizes, dtype=first.dtype, device="meta")
+    like = next((src for src in srcs if not _is_expanded(src)), rows)
     order = sorted(range(first.dim()), key=lambda d: -like.stride()[d])
     strides = [0] * first.dim()
     stride = 1

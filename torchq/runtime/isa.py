@@ -65,12 +65,14 @@ def cpu_info() -> dict[str, object]:
     """Model, architecture, tiers, the selected tier, threads, and torch's name for the CPU.
 
     ``cpus``: how many this process may use, by its affinity and the quotas of its cgroups.
+    ``tuned_for``: the core whose numbers kernels are tuned by; ``TORCHQ_CPU`` names another one.
     """
     return {
         "model": _model_name(),
         "machine": platform.machine(),
         "supported_isas": supported_isas(),
         "isa": isa(),
+        "tuned_for": torch.ops.torchq._cpu(),
         "threads": torch.get_num_threads(),
         "cpus": usable_cpus(),
         "torch": torch.__version__,

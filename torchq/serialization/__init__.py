@@ -18,21 +18,28 @@ import torch
 from torch import Tensor, nn
 
 from torchq.attributes.arguments import check_type
+from torchq.attributes.json_text import read_json
 from torchq.convert.dispatch import dispatches, full_state, memory
-from torchq.convert.graph_code import with_code
-from torchq.convert.graph_module import QuantizedGraph
+from torchq.convert.sources import name_sources
 from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.swap.weights import leave_fast_paths, settled, split_attention
-from torchq.functional.placeholders import limited_placeholders, replaced_placeholders, take
+from torchq.functional.placeholders import limited_placeholders
+from torchq.graphs.code import with_code
+from torchq.graphs.module import QuantizedGraph
+from torchq.nn.conversions import refusing_conversions
 from torchq.nn.experts import QExperts
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.inputs import working_copy
-from torchq.nn.module import QModule, read_spec, text_bytes
+from torchq.nn.loading import by_owner, load_each
+from torchq.nn.module import QModule, text_bytes
 from torchq.quantization.observers import Observer
+from torchq.serialization.architecture import check_architecture
 from torchq.serialization.call_text import CALL_KEY, describe, restore
-from torchq.serialization.graph_text import GRAPH_KEY, decode, encode, plain_module
+from torchq.serialization.graph_text import GRAPH_KEY, decode, encode
+from torchq.serialization.plain_modules import plain_module
 from torchq.serialization.report_text import REPORT_KEY, read_report, write_report
-from torchq.serialization.tensor_file import is_zip, read_pickled, read_tensors, write_tensors
+from torchq.serialization.states import inside, outer_of, quantized_modules, under
+from torchq.serialization.tensor_file import read_tensors, write_tensors
 
 ALIAS_KEY = "torchq_aliases"
 """Name of the tensor that tells which names stand for another one's tensor."""
@@ -78,8 +85,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         )
     state = _state(model)
     for dispatch in dispatches(model):
-        state[_under(dispatch.name, GRAPH_KEY)] = encode(dispatch.graph)  # type: ignore[arg-type]
-        state[_under(dispatch.name, CALL_KEY)] = describe(dispatch)
+        state[under(dispatch.name, GRAPH_KEY)] = encode(dispatch.graph)  # type: ignore[arg-type]
+        state[under(dispatch.name, CALL_KEY)] = describe(dispatch)
     if isinstance(model, QuantizedGraph):
         state[GRAPH_KEY] = encode(model)
     if report is not None:
@@ -105,9 +112,9 @@ def load(
         TypeError: ``model`` is no nn.Module.
         FileNotFoundError: there is no such file.
         ValueError: the file is not of torchq.save or was damaged, a spec in it is not of torchq or
-            names an unknown module class; or ``model`` is needed.
-        RuntimeError: the file and the model do not fit together; names what is missing or left
-            over.
+            names an unknown module class; or ``model`` is needed, or of another architecture. The
+            message names every difference.
+        RuntimeError: the tensors of the file's graphs do not fit together.
 
     Example:
         >>> model, x = nn.Sequential(nn.Linear(16, 4), nn.Tanh()).eval(), torch.randn(8, 16)
@@ -153,8 +160,10 @@ def _loaded(
     else:
         loaded, state = _with_class(model, state, path)
     state |= _parameters(loaded, state)
-    # the model's own ones may know other names, and no results
-    missing, unexpected = nn.Module.load_state_dict(loaded, state, strict=False, assign=True)
+    if isinstance(loaded, QuantizedGraph):
+        missing, unexpected = load_each(loaded, state)
+    else:  # the model's own one may know other names, and no results
+        missing, unexpected = nn.Module.load_state_dict(loaded, state, strict=False, assign=True)
     if missing or unexpected:
         raise RuntimeError(
             f"torchq.load: {path} and the model must fit together, but the file lacks "
@@ -164,59 +173,56 @@ def _loaded(
     refuse_save_pretrained(loaded)
     if report is not None:
         vars(loaded).update(read_report(report))
-    return loaded.eval().requires_grad_(False)
+    return refusing_conversions(name_sources(loaded).eval().requires_grad_(False))
 
 
 def _parameters(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parameters of a state, of the model's dtypes; one for all names of a tensor."""
+    """Return the parameters of a state, of the model's dtypes; one for all names of a tensor.
+
+    They have the model's strides, too: a float convolution rounds otherwise for other ones.
+    """
     made: dict[int, nn.Parameter] = {}
     found: dict[str, Tensor] = {}
     for name, own in model.named_parameters(remove_duplicate=False):
         if (given := state.get(name)) is not None:
             value = given.to(own.dtype)
+            if value.shape == own.shape and value.stride() != own.stride():
+                value = torch.empty_like(own).copy_(value)
             found[name] = made.setdefault(id(given), nn.Parameter(value, requires_grad=False))
     return found
 
 
-def _under(name: str, key: str) -> str:
-    """Return the name that something of a module has in the state of the model."""
-    return f"{name}.{key}" if name else key
-
-
 def _json(text: Tensor | None) -> dict[str, str]:
-    return {} if text is None else dict(json.loads(text_bytes(text)))
-
-
-def _inside(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors whose names begin so, by the rest of their names."""
-    start = f"{prefix}." if prefix else ""
-    return {key[len(start) :]: value for key, value in state.items() if key.startswith(start)}
+    return {} if text is None else dict(read_json(text_bytes(text)))
 
 
 def _graph_alone(state: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
     """Return the graph of the whole model, without the model's class, and its tensors."""
     text = state.pop(GRAPH_KEY)
-    own = _inside(state, GRAPH_KEY) or state
+    own = inside(state, GRAPH_KEY) or state
     return _graph(text, own), own
 
 
 def _graph(text: Tensor, state: dict[str, Tensor], model: nn.Module | None = None) -> nn.Module:
     """Return a graph whose tensors are still to be loaded; ``model`` has its float modules."""
-    quantized = quantized_modules(state)
+    quantized, copies = quantized_modules(state), dict[int, Any]()
 
     def module(name: str, source: str | None, plain: dict[str, Any] | None = None) -> nn.Module:
         if source is None:
-            outer = next(n for n in quantized if f"{name}.".startswith(f"{n}."))
-            return quantized[outer].get_submodule(name[len(outer) + 1 :])
+            outer = outer_of(name, quantized)
+            if outer is None:
+                raise KeyError(name)
+            return quantized[outer].get_submodule(name[len(outer) + bool(outer) :])
         if plain is not None:
-            return plain_module(plain, _inside(state, name))
+            return plain_module(plain, owned.get(name, {}))
         if model is None:
             raise ValueError(
                 f"torchq.load: the file's graph calls the float module '{source}': model must be "
                 "given. Pass a float model of the architecture the file was saved from."
             )
-        return copy.deepcopy(model.get_submodule(source))
+        return copy.deepcopy(model.get_submodule(source), copies)  # each part once
 
+    owned = by_owner(state)
     return decode(text, module, state)
 
 
@@ -231,84 +237,30 @@ def _with_class(
         )
     calls = [key for key in state if f".{key}".endswith(f".{CALL_KEY}")]
     names = [key.removesuffix(CALL_KEY).rstrip(".") for key in calls]
-    texts = {n: (state.pop(_under(n, GRAPH_KEY)), state.pop(_under(n, CALL_KEY))) for n in names}
-    graphs = tuple(f"{_under(name, GRAPH_KEY)}." for name in names)
+    texts = {n: (state.pop(under(n, GRAPH_KEY)), state.pop(under(n, CALL_KEY))) for n in names}
+    graphs = tuple(f"{under(name, GRAPH_KEY)}." for name in names)
     leaves = quantized_modules({k: v for k, v in state.items() if not k.startswith(graphs)})
-    model = split_attention(model, [n.removesuffix(".q_proj") for n in leaves])
-    memo: dict[int, Any] = {id(_submodule(model, n, path)): m for n, m in leaves.items()}
+    projections = [f".{key}".rpartition(".q_proj.") for key in state]
+    model = split_attention(model, {name[1:] for name, found, _ in projections if found})
+    modules = dict(model.named_modules(remove_duplicate=False))
+    memo: dict[int, Any] = {id(modules[n]): m for n, m in leaves.items() if n in modules}
     for name, leaf in leaves.items():
-        if isinstance(leaf, QExperts):
-            leaf.adopt(_submodule(model, name, path))
+        if isinstance(leaf, QExperts) and name in modules:
+            leaf.adopt(modules[name])
     loaded = with_code(
         working_copy(model, memo, "load")
     )  # its float layers became what prepare made of them
     kept = {key.partition(".parametrizations.")[0] for key in state if ".parametrizations." in key}
     loaded = settled(loaded, kept)
     leave_fast_paths(loaded)
+    own = nn.Module.state_dict(loaded, keep_vars=True)
+    given = {k: v for k, v in state.items() if not k.startswith(graphs)}
+    check_architecture(f"torchq.load: {path}", model, leaves, own, given)
     for name, (graph, call) in texts.items():
-        own = _inside(state, _under(name, GRAPH_KEY))
+        own = inside(state, under(name, GRAPH_KEY))
         made = _graph(graph, own, _submodule(loaded, name, path))
         restore(_submodule(loaded, name, path), made, name, call)
     return loaded, state
-
-
-def quantized_modules(state: dict[str, Tensor]) -> dict[str, nn.Module]:
-    """Return name -> quantized module, from the specs in a state.
-
-    Raises:
-        ValueError: a spec is not of torchq, or the specs ask for more memory than the file has.
-    """
-    modules: dict[str, nn.Module] = {}
-    made: dict[int, nn.Module] = {}  # of a spec: a module that has several names is one
-    # Outer modules first: a quantized module may itself hold one.
-    for key in sorted(state, key=lambda name: name.count(".")):
-        name, _, last = f".{key}".rpartition(".")
-        if last == "spec":
-            name = name[1:]
-            module = made.get(id(state[key]))
-            if module is None:
-                with replaced_placeholders():
-                    module = made[id(state[key])] = build(read_spec(state[key]))
-                take(_fill(module, _inside(state, name)))
-            outer = next((n for n in modules if name.startswith(f"{n}." if n else n)), None)
-            if outer is None:
-                modules[name] = module
-            else:
-                parent, _, own = name[len(outer) + bool(outer) :].rpartition(".")
-                setattr(modules[outer].get_submodule(parent), own, module)
-    return modules
-
-
-def _fill(module: nn.Module, state: dict[str, Tensor]) -> int:
-    """Give a module the tensors of a state, before the next one takes memory for its own.
-
-    What does not fit stays for ``load_state_dict`` to refuse.
-
-    Returns:
-        Bytes of placeholders that stay.
-    """
-    stay = sum(own.nbytes for child in module.children() for own in child.buffers())
-    for key, own in module._buffers.items():
-        if own is None or key == "spec" or key in module._non_persistent_buffers_set:
-            continue
-        given = state.get(key)
-        if given is not None and (own.shape, own.dtype) == (given.shape, given.dtype):
-            module._buffers[key] = given
-        else:
-            stay += own.nbytes
-    return stay
-
-
-def build(spec: dict[str, Any]) -> QModule:
-    """Build a quantized module of this spec, its tensors still to be loaded."""
-    name = spec["class"]
-    if name not in QModule.registry:
-        raise ValueError(
-            f"torchq.load: the spec's class must be one of {sorted(QModule.registry)}, got "
-            f"'{name}'. The file was written by another version of torchq: quantize the model "
-            "again, and save it with this one."
-        )
-    return QModule.registry[name].from_spec(spec)
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
@@ -361,20 +313,14 @@ def read_state(path: Path, mmap: bool = False) -> dict[str, Tensor]:
     if path.is_dir():
         raise _not_ours(path, "it is a directory")
     try:
-        if not is_zip(path):
-            state, metadata = read_tensors(path, mmap)
-        elif mmap:
-            raise ValueError("an archive of torch.save cannot be mapped: load it without mmap")
-        else:
-            state, metadata = read_pickled(path), {}
+        state, metadata = read_tensors(path, mmap)
     except ValueError as error:
         raise _not_ours(path, str(error)) from None
     known = GRAPH_KEY, REPORT_KEY
-    tensors = isinstance(state, dict) and all(isinstance(v, Tensor) for v in state.values())
     ours = metadata.get("writer") == "torchq"
-    if not tensors or not (ours or any(k in known or f".{k}".endswith(".spec") for k in state)):
+    if not (ours or any(k in known or f".{k}".endswith(".spec") for k in state)):
         raise _not_ours(path, "it holds no quantized module")
-    return dict(state)
+    return state
 
 
 def _not_ours(path: Path, why: str) -> ValueError:

@@ -4,24 +4,27 @@
 from __future__ import annotations
 
 import json
-import re
-import sys
-from collections import namedtuple
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from torchq.attributes.json_text import read_json
+from torchq.capture.condition import Condition
 from torchq.capture.exported import Argument
 from torchq.capture.guards import Example
 from torchq.convert.dispatch import Dispatch, attach
 from torchq.nn.module import text_bytes
-from torchq.serialization.conditions import is_condition, is_option, is_size
+from torchq.serialization.conditions import is_option, is_size
+from torchq.serialization.structures import read_structure, write_structure
 
 CALL_KEY = "torchq_call"
 """Name of the tensor that holds the text, in the state of the graph's module."""
 
+_MOST_CONDITIONS = 2000
+_LONGEST_CONDITIONS = 1 << 17
+"""Of one graph, and their characters together; models here have up to 70 conditions."""
+_MOST_ARGUMENTS = 1000
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
@@ -33,15 +36,13 @@ def describe(dispatch: Dispatch) -> Tensor:
     """
     example = dispatch.example
     structure = example.structure
-    if structure is not None:
-        _register_tuples(structure)
     fields = {
         "arguments": [[a.index, str(a.dtype), list(a.shape)] for a in example.arguments],
         "values": {name: _encode(value, example, name) for name, value in example.values.items()},
-        "guards": example.guards,
-        "limits": example.limits,
+        "guards": list(map(str, example.guards)),
+        "limits": list(map(str, example.limits)),
         "neutral": example.neutral,
-        "result": None if structure is None else pytree.treespec_dumps(structure),
+        "result": None if structure is None else write_structure(structure),
         "strict": dispatch.strict,
     }
     return torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8, device="cpu")
@@ -54,30 +55,29 @@ def restore(module: nn.Module, graph: nn.Module, name: str, text: Tensor) -> Non
         ValueError: the module returns a class that is not imported yet, or the text holds what
             torchq does not write.
     """
-    fields = json.loads(text_bytes(text))
+    fields = read_json(text_bytes(text))
+    guards, limits = _conditions(fields["guards"], name), _conditions(fields["limits"], name)
     _check(fields, name)
     arguments = [Argument(i, _DTYPES[dtype], tuple(s)) for i, dtype, s in fields["arguments"]]
     values = {key: _decode(value, arguments) for key, value in fields["values"].items()}
     structure = None
     if fields["result"] is not None:
         try:
-            _register_imported(fields["result"])
-            structure = pytree.treespec_loads(fields["result"])
-        except Exception as error:  # NotImplementedError and what else the registry raises
+            structure = read_structure(fields["result"], type(module).__module__)
+        except Exception as error:  # of a text that torchq does not write: anything
             raise ValueError(
                 f"torchq.load: '{name}' returns a class that must be known, got {error}. Import "
                 "the library of the model first."
             ) from error
-    conditions = fields["guards"], values, structure, fields["limits"]
     neutral = fields.get("neutral", {})  # files of earlier versions have none
-    example = Example(type(module), arguments, *conditions, neutral=neutral)
+    cls = type(module)
+    example = Example(cls, arguments, guards, values, structure, limits, neutral=neutral)
     attach(Dispatch(module, graph, example, name, fields["strict"]))
 
 
 def _check(fields: dict[str, Any], name: str) -> None:
     """Refuse what could run as code within the function that chooses calls."""
-    conditions = [*fields["guards"], *fields["limits"]]
-    wrong = [text for text in conditions if not is_condition(text)]
+    wrong: list[Any] = fields["arguments"][_MOST_ARGUMENTS:]
     for index, _, shape in fields["arguments"]:
         wrong += [size for size in (index, *shape) if not is_size(size)]
     wrong += [n for n, values in fields.get("neutral", {}).items() if not is_option(n, values)]
@@ -88,26 +88,16 @@ def _check(fields: dict[str, Any], name: str) -> None:
         )
 
 
-def _register_tuples(spec: pytree.TreeSpec) -> None:
-    """Give the namedtuples of a result their names, without which torch does not write them."""
-    if spec.type is namedtuple:
-        _register(spec.context)
-    for child in spec.children():
-        _register_tuples(child)
-
-
-def _register_imported(text: str) -> None:
-    """Give namedtuples of modules that are imported the names that a file has for them."""
-    for module, name in re.findall(r"namedtuple:([\w.]+):(\w+)", text):
-        cls = getattr(sys.modules.get(module), name, None)
-        if isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields"):
-            _register(cls)
-
-
-def _register(cls: type) -> None:
-    if cls not in pytree.SUPPORTED_SERIALIZED_TYPES:
-        name = f"namedtuple:{cls.__module__}:{cls.__qualname__}"
-        pytree._register_namedtuple(cls, serialized_type_name=name)
+def _conditions(texts: list[str], name: str) -> list[Condition]:
+    try:
+        if len(texts) > _MOST_CONDITIONS or sum(map(len, texts)) > _LONGEST_CONDITIONS:
+            raise ValueError(f"there are {len(texts)} of them, or their text is too long")
+        return [Condition.parse(text) for text in texts]
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"torchq.load: the file's guards of '{name}' must be conditions on sizes: {error}. "
+            "Was it written by torchq.save?"
+        ) from error
 
 
 def _encode(value: Any, example: Example, name: str) -> Any:

@@ -4,25 +4,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.convert.graph_data import by_name, is_known, name_of
-from torchq.convert.graph_module import QuantizedGraph
+from torchq.attributes.json_text import read_json
+from torchq.graphs.module import QuantizedGraph
 from torchq.nn.module import QModule, text_bytes
+from torchq.serialization.allowed import DTYPES, by_name, name_of
 from torchq.serialization.conditions import is_name, is_path
+from torchq.serialization.graph_checks import MODULE, RESULT, TENSOR, Checker, Fact, are_values
+from torchq.serialization.plain_modules import describe_plain
 
 GRAPH_KEY = "torchq_graph"
 """Name of the tensor that holds the text in a saved state."""
 
-_VERSION = 2
-_CONSTANTS = {
-    str(value): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.dtype | torch.memory_format | torch.layout)
+_VERSION, _KNOWN = 3, (2, 3)
+"""Version 2 had methods of tensors beside functions."""
+_MOST_NODES = 10_000
+"""Of one graph; encoders of 48 layers have 3,000. A node takes 8 KB."""
+_OPS = ("placeholder", "get_attr", "call_module", "call_function", "call_method", "output")
+_FORMATS = (torch.contiguous_format, torch.preserve_format)
+_CONSTANTS: dict[str, Any] = {
+    str(value): value for value in (*DTYPES, *_FORMATS, torch.channels_last, torch.channels_last_3d)
 }
 
 
@@ -30,23 +36,48 @@ def encode(model: fx.GraphModule) -> Tensor:
     """Return the graph as a tensor of bytes.
 
     Raises:
-        NotImplementedError: it calls a function that is neither of torch nor an operator, or passes
-            an argument that is no plain value.
+        NotImplementedError: it calls a function that files may not call, or passes an argument that
+            is no plain value.
     """
-    nodes = []
+    nodes, checker = [], Checker()
     for node in model.graph.nodes:
         args, kwargs = _encode(list(node.args), node), _encode(dict(node.kwargs), node)
-        entry = [node.op, node.name, _encode_target(node), args, kwargs]
         module = _owned(model, node)
+        called = node.op in ("call_function", "call_method")
+        target = _checked_name(node, checker) if called else str(node.target)
+        if not called:
+            checker.facts[node] = _fact_of(node.op, module is not None)
+        entry = ["call_function" if called else node.op, node.name, target, args, kwargs]
         if module is not None:
             quantized = isinstance(module, QModule)
             entry.append(None if quantized else str(node.target))
-            if not quantized and (plain := _encode_module(module, node)) is not None:
+            if not quantized and (plain := describe_plain(module)) is not None:
                 entry.append(plain)
         nodes.append(entry)
     fields = {"version": _VERSION, "name": type(model).__name__, "nodes": nodes}
     text = json.dumps(fields, separators=(",", ":"))
     return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+
+
+def _checked_name(node: fx.Node, checker: Checker) -> str:
+    """Return the name of a call's function, which a loaded file may call so."""
+    name = name_of(node.target, node.op)
+    try:
+        checker.facts[node] = checker.call(str(name), node.args, dict(node.kwargs))
+    except ValueError:
+        what = getattr(node.target, "__name__", node.target) if name is None else name
+        raise NotImplementedError(
+            "torchq.save: the graph must call functions of torch that files may call, got "
+            f"{what} in {node.name}. Save the whole model with torch.save, or as TorchScript."
+        ) from None
+    return str(name)
+
+
+def _fact_of(op: str, of_module: bool) -> Fact:
+    """Return what a node gives that calls no function."""
+    if op == "get_attr" and of_module:
+        return MODULE
+    return RESULT if op == "call_module" else TENSOR
 
 
 def decode(
@@ -57,67 +88,88 @@ def decode(
     Args:
         text: from :func:`encode`.
         modules: from the name of a module, its name in the float model (None for a quantized one),
-            and what :func:`plain_module` takes, to the module.
+            and what :func:`describe_plain` gives, to the module.
         tensors: the saved state, for the constants of the graph.
 
     Raises:
-        ValueError: the text is not that of a graph, or names a function that is not allowed.
+        ValueError: the text is not that of a graph, or calls what is not allowed.
     """
     try:
-        fields = json.loads(text_bytes(text))
-        entries = fields["nodes"] if fields["version"] == _VERSION else None
+        fields = read_json(text_bytes(text))
+        entries = fields["nodes"] if fields["version"] in _KNOWN else None
     except (ValueError, KeyError, TypeError):
         entries = None
-    if entries is None:
+    if entries is None or len(entries) > _MOST_NODES:
         raise ValueError(
             "torchq.load: the file's graph must be the text of version "
             f"{_VERSION} of torchq's graphs, got {text_bytes(text)[:60]!r}. Was it written by "
             "another version of torchq? Quantize the model again, and save it with this one."
         )
-    graph, nodes, owned = (
-        fx.Graph(),
-        dict[str, fx.Node](),
-        dict[str, Any](),
-    )
-    for op, name, target, args, kwargs, *more in entries:
-        if op == "call_module" or (op == "get_attr" and more):
-            owned[target] = owned.get(target) or modules(target, *more)
-        elif op == "get_attr":
-            owned[target] = tensors[target]
-        _check_names(op, target, kwargs["dict"])
-        resolved = _decode_target(op, target)
-        values = tuple(_decode(args, nodes)), _decode(kwargs, nodes)
-        nodes[name] = graph.create_node(op, resolved, *values, name=name)
-    return QuantizedGraph(owned, graph, fields["name"])
+    reader = _Reader(modules, tensors)
+    for entry in entries:
+        reader.add(*entry)
+    return QuantizedGraph(reader.owned, reader.graph, str(fields["name"]))
 
 
-def plain_module(plain: dict[str, Any], state: Mapping[str, Tensor]) -> nn.Module:
-    """Return a module of torch.nn from its settings and tensors.
+class _Reader:
+    """Makes a graph of the entries of a file."""
 
-    Raises:
-        ValueError: it names no module class of torch.nn.
-    """
-    cls = getattr(nn, str(plain["class"]), None)
-    if not isinstance(cls, type) or not issubclass(cls, nn.Module):
-        raise ValueError(
-            f"torchq.load: the file's float modules must be of torch.nn, got '{plain['class']}'. "
-            "Was it written by torchq.save?"
-        )
-    module: nn.Module = cls.__new__(cls)
-    nn.Module.__init__(module)
-    for name, value in plain["fields"].items():
-        if name not in _INTERNAL:
-            vars(module)[name] = _decode(value, {})
-    for kind, names in (("_parameters", plain["parameters"]), ("_buffers", plain["buffers"])):
-        for name in names:
-            value = state[name].clone() if name in state else None
-            if kind == "_parameters" and value is not None:
-                value = nn.Parameter(value, False)
-            getattr(module, kind)[name] = value
-    return module
+    def __init__(self, modules: Callable[..., nn.Module], tensors: Mapping[str, Tensor]) -> None:
+        """See :func:`decode`."""
+        self.modules, self.tensors = modules, tensors
+        self.graph, self.checker = fx.Graph(), Checker()
+        self.nodes: dict[str, fx.Node] = {}
+        self.owned: dict[str, Any] = {}
 
+    def add(self, op: str, name: str, target: str, args: Any, kwargs: Any, *more: Any) -> None:
+        """Append a node."""
+        values = tuple(_decode(args, self.nodes)), _decode(kwargs, self.nodes)
+        self._check_names(op, name, target, values[1])
+        if op in ("call_function", "call_method"):
+            known = target if op == "call_function" else f"Tensor.{target}"  # in version 2
+            fact = self.checker.call(known, *values)
+            op, target = by_name(known)
+        else:
+            fact = _fact_of(op, bool(more))
+            self._own(op, target, more)
+            self._check_values(op, *values)
+        node = self.graph.create_node(op, target, *values, name=name)
+        self.nodes[name], self.checker.facts[node] = node, fact
 
-_INTERNAL = frozenset(vars(nn.Module()))
+    def _own(self, op: str, target: str, more: tuple[Any, ...]) -> None:
+        """Take the module or tensor that a node has."""
+        if target in self.owned or op not in ("get_attr", "call_module"):
+            return
+        is_module = op == "call_module" or bool(more)
+        self.owned[target] = self.modules(target, *more) if is_module else self.tensors[target]
+
+    def _check_names(self, op: str, name: str, target: Any, kwargs: dict[str, Any]) -> None:
+        """Refuse names that would not be names in the code that torch.fx writes of a graph."""
+        wrong = [key for key in kwargs if not is_name(key)]
+        if not is_name(name) or name in self.nodes:
+            wrong.append(name)
+        if op == "placeholder" and not is_name(target):
+            wrong.append(target)
+        if op in ("get_attr", "call_module") and not is_path(target):
+            wrong.append(target)
+        if op not in _OPS:
+            wrong.append(op)
+        if wrong:
+            raise ValueError(
+                f"torchq.load: names in the file's graph must be names of Python, got "
+                f"{wrong[0]!r:.60}. Was it written by torchq.save?"
+            )
+
+    def _check_values(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse arguments that a node of this kind does not take."""
+        allowed = are_values([*args, *kwargs.values()]) if op == "call_module" else not kwargs
+        if op in ("placeholder", "get_attr"):
+            allowed = not args and not kwargs
+        if not allowed:
+            raise ValueError(
+                "torchq.load: modules in the file's graph must be called with tensors and plain "
+                "values, got others. Was it written by torchq.save?"
+            )
 
 
 def _owned(model: nn.Module, node: fx.Node) -> nn.Module | None:
@@ -126,79 +178,6 @@ def _owned(model: nn.Module, node: fx.Node) -> nn.Module | None:
         return model.get_submodule(str(node.target))
     found = getattr(model, str(node.target), None) if node.op == "get_attr" else None
     return found if isinstance(found, nn.Module) else None
-
-
-def _encode_module(module: nn.Module, node: fx.Node) -> dict[str, Any] | None:
-    """Return what :func:`plain_module` takes; None for what is no plain module of torch.nn."""
-    name = type(module).__name__
-    hooked = module._forward_hooks or module._forward_pre_hooks
-    if getattr(nn, name, None) is not type(module) or next(module.children(), None) or hooked:
-        return None
-    tensors = {*module._parameters, *module._buffers} - module._non_persistent_buffers_set
-    if len(tensors) != len(module._parameters) + len(module._buffers):
-        return None
-    settings = {key: value for key, value in vars(module).items() if key not in _INTERNAL}
-    try:
-        fields = {key: _encode(value, node) for key, value in settings.items()}
-    except NotImplementedError:
-        return None
-    return {
-        "class": name,
-        "fields": fields,
-        "parameters": list(module._parameters),
-        "buffers": list(module._buffers),
-    }
-
-
-def _encode_target(node: fx.Node) -> str:
-    if node.op == "call_method" and not _is_method(str(node.target)):
-        raise NotImplementedError(
-            f"torchq.save: the graph must call methods of tensors only, got {node.target} in "
-            f"{node.name}. Save the whole model with torch.save."
-        )
-    if node.op != "call_function":
-        return str(node.target)
-    name = name_of(node.target)
-    if name is None:
-        raise NotImplementedError(
-            f"torchq.save: the graph must call functions of torch only, got {node.target} in "
-            f"{node.name}. Save the whole model with torch.save, or as TorchScript."
-        )
-    return name
-
-
-def _is_method(name: str) -> bool:
-    """Return whether a loaded graph may call it: of a tensor, a number or a dict."""
-    known = hasattr(Tensor, name) or hasattr(float, name) or name == "get"
-    return known and not name.startswith("_")
-
-
-def _check_names(op: str, target: Any, keywords: Iterable[str]) -> None:
-    """Refuse names that would not be names in the code that torch.fx writes of a graph."""
-    known = (
-        is_name if op == "placeholder" else is_path if op in ("get_attr", "call_module") else None
-    )
-    wrong = [name for name in keywords if not is_name(name)]
-    wrong += [target] if known is not None and not known(target) else []
-    if wrong:
-        raise ValueError(
-            f"torchq.load: names in the file's graph must be names of Python, got "
-            f"{wrong[0]!r:.60}. Was it written by torchq.save?"
-        )
-
-
-def _decode_target(op: str, target: str) -> Any:
-    if op == "call_function" and not is_known(target):
-        raise ValueError(
-            f"torchq.load: the file's graph must call functions of torch only, got '{target}'. "
-            "Was it written by torchq.save?"
-        )
-    if op == "call_method" and not _is_method(target):
-        raise ValueError(
-            f"torchq.load: the file's graph must call methods of tensors only, got '{target}'. "
-            "Was it written by torchq.save?"
-        )
-    return by_name(target) if op == "call_function" else target
 
 
 def _encode(value: Any, node: fx.Node) -> Any:
@@ -220,8 +199,6 @@ def _encode(value: Any, node: fx.Node) -> Any:
         return {"constant": "..."}
     if str(value) in _CONSTANTS:
         return {"constant": str(value)}
-    if isinstance(value, torch.device):
-        return {"device": str(value)}
     raise NotImplementedError(
         f"torchq.save: arguments in the graph must be plain values, got {type(value).__name__} in "
         f"{node.name}. Save the whole model with torch.save, or as TorchScript."
@@ -244,6 +221,4 @@ def _decode(value: Any, nodes: dict[str, fx.Node]) -> Any:
         return slice(*_decode(content, nodes))
     if kind == "complex":
         return complex(*content)
-    if kind == "device":
-        return torch.device(content)
     return ... if content == "..." else _CONSTANTS[content]

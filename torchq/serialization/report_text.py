@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq.attributes.json_text import read_json
 from torchq.convert.rows import Row, Weight
+from torchq.convert.sources import CHECKS, CLIPS
 from torchq.nn.module import text_bytes
 
 REPORT_KEY = "torchq_report"
@@ -24,7 +26,7 @@ def write_report(model: nn.Module) -> Tensor:
         "rows": [astuple(row) for row in model.torchq_report],  # type: ignore[union-attr]
         "note": getattr(model, _NOTE, ""),
         "weights": [astuple(weight) for weight in getattr(model, _WEIGHTS, ())],
-    }
+    } | {name: vars(model)[name] for name in (CHECKS, CLIPS) if name in vars(model)}
     text = zlib.compress(json.dumps(fields, separators=(",", ":")).encode())
     return torch.tensor(list(text), dtype=torch.uint8, device="cpu")
 
@@ -32,12 +34,13 @@ def write_report(model: nn.Module) -> Tensor:
 def read_report(text: Tensor) -> dict[str, Any]:
     """Return what :func:`save` wrote of the report, by the names that a model has it under."""
     try:
-        fields = json.loads(_unpacked(text_bytes(text)))
+        fields = read_json(_unpacked(text_bytes(text)))
+        options = {CHECKS: bool, CLIPS: float}
         return {
             "torchq_report": [_row(row) for row in fields["rows"]],
             _NOTE: str(fields["note"]),
             _WEIGHTS: [Weight(*weight) for weight in fields["weights"]],
-        }
+        } | {name: kind(fields[name]) for name, kind in options.items() if name in fields}
     except (zlib.error, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"torchq.load: the file's report must be rows that torchq.save wrote, got "

@@ -12,7 +12,6 @@ import hashlib
 import json
 import mmap
 import os
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchq.attributes.json_text import read_json
 from torchq.serialization.files import write_file
 
 _DTYPES = {
@@ -40,6 +40,8 @@ _VERSION, _LATEST = "torchq_format", 2
 """Of header and digest: a file of a later version is refused, one without a version is of 1."""
 _DIGESTS = {"1": "sha256", "2": "digest"}
 """Version -> name of the digest in the metadata."""
+_LONGEST_NAME, _DEEPEST_NAME = 500, 64
+"""Characters and levels of a tensor's name; the longest of known models have a fifth of them."""
 _ROW = 1024
 """Words of 64 bits whose sum the digest has: 8 KB, so that a row of sums stays in L1."""
 
@@ -118,30 +120,6 @@ def read_tensors(path: Path, mapped: bool = False) -> tuple[dict[str, Tensor], d
     return tensors, metadata
 
 
-def read_pickled(path: Path) -> Any:
-    """Return what ``torch.save`` wrote, where it is plain values.
-
-    Raises:
-        ValueError: it is another file, or is damaged; says how.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()  # torch.load does not look at the sums
-        if damaged is None:
-            return torch.load(path, weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:  # of what is no such file: anything
-        raise ValueError((str(error) or type(error).__name__).splitlines()[0]) from None
-    raise ValueError(f"it was damaged in {damaged}")
-
-
-def is_zip(path: Path) -> bool:
-    """Return True for files as torch.save writes them."""
-    with path.open("rb") as file:
-        return file.read(4) == b"PK\x03\x04"
-
-
 def _bytes(tensor: Tensor) -> memoryview:
     """Return the tensor's values as they are in memory."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -190,19 +168,26 @@ def _sums(part: memoryview) -> bytes:
 
 def _header(file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
     """Return the header, its form checked, and the number of bytes that follow it."""
-    length = int.from_bytes(file.read(8), "little")
+    begin = file.read(8)
+    if begin.startswith(b"PK\x03\x04"):
+        raise ValueError(
+            "it is an archive of torch.save, whose reader takes memory without a limit; "
+            "safetensors.torch.save_file writes its tensors"
+        )
+    length = int.from_bytes(begin, "little")
     if not 2 <= length <= size - 8:
         raise ValueError("it has no header of safetensors, or ends within it")
     try:
-        header = json.loads(file.read(length))
+        header = read_json(file.read(length))
         metadata = header.get(_METADATA, {})
         texts = [*metadata, *metadata.values()]
         formed = all(isinstance(text, str) for text in texts) and all(
             entry["dtype"] in _DTYPES and all(_is_size(n) for n in entry["shape"])
             and len(entry["data_offsets"]) == 2 and all(_is_size(n) for n in entry["data_offsets"])
+            and len(name) <= _LONGEST_NAME and name.count(".") < _DEEPEST_NAME
             for name, entry in header.items() if name != _METADATA
         )  # fmt: skip
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         formed = False
     if not formed:
         raise ValueError("its header is not one of safetensors")
@@ -264,6 +249,8 @@ def _tensor(
     if end > size:  # before so much memory is asked for
         raise ValueError(f"it ends within '{name}'")
     stored = take(count, dtype.itemsize)
+    if dtype is torch.bool and count and int(stored.max()) > 1:
+        raise ValueError(f"'{name}' holds bytes that are neither True nor False")
     try:
         return stored.view(dtype).view(entry["shape"]), stored.numpy().data
     except RuntimeError:

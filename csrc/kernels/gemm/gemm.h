@@ -35,7 +35,7 @@ TORCHQ_INLINE Prefetch choose_prefetch(const GemmTile& t, int panel) {
     const bool in_l1 = NP * t.panel_stride <= tuning::kTileWeightBytes;
     const int panels = t.panels + t.panels_behind;
     const bool has_next = NP == Isa::kMaxPanels && panel + NP < panels;
-    if (Isa::gains_from_l1()) return in_l1 && has_next ? kNextPanelsL1 : kOwnWeights;
+    if (cpu_tuning->gains_from_l1) return in_l1 && has_next ? kNextPanelsL1 : kOwnWeights;
     if (in_l1 && panels * t.panel_stride < tuning::kFewWeightBytes) return kNone;
     return has_next ? kNextPanelsL2 : kOwnWeights;
   }

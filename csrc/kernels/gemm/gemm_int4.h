@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kernels/common.h"
+#include "kernels/cpu_tuning.h"
 
 namespace {
 
@@ -29,7 +30,7 @@ TORCHQ_NOINLINE void int4_tile(const Int4Tile& t, int64_t first, int panel) {
   // 128 rows take 0.98 to 1. One row out of memory would take up to 1.4 times as long.
   constexpr bool kPrefetches = Isa::kPrefetches && MR >= 3;
   int64_t distance = 0;
-  if constexpr (kPrefetches) distance = Isa::prefetch_distance();
+  if constexpr (kPrefetches) distance = cpu_tuning->prefetch_distance;
   int64_t k = 0;
   for (int64_t g = 0; g < t.groups; ++g) {
     Int sum[MR][NP];

@@ -17,6 +17,7 @@
 // 512 inputs 1.02x, with 1024 1.01x.
 #pragma once
 
+#include "kernels/cpu_tuning.h"
 #include "kernels/epilogue/register_epilogue.h"
 #include "kernels/gemm/dot_step.h"
 
@@ -206,7 +207,7 @@ TORCHQ_NOINLINE int pipelined_tiles(const GemmTile& t, const Epilogue& e, int pa
 template <class Isa, int kPanels>
 TORCHQ_INLINE bool is_pipelined(const GemmTile& t, const Epilogue& e) {
   const bool has_residual = e.num_sums == 1 && e.lo == nullptr && !e.clamp;
-  return kPanels * t.panel_stride <= Isa::pipelined_bytes() && t.rows > kFewRows &&
+  return kPanels * t.panel_stride <= cpu_tuning->pipelined_bytes && t.rows > kFewRows &&
          t.num_runs > 0 && t.runs->quads * kEndsPerQuad<kPanels> >= kPipelinedSums<kPanels> &&
          is_byte_epilogue(e) && (is_plain(e) || has_residual);
 }

@@ -128,7 +128,7 @@ template <class Isa>
 TORCHQ_INLINE bool is_streamed(const GemmTile& t) {
   const bool all = t.num_runs == 1 && t.runs->quads * kPanel * kQuad == t.panel_stride;
   const bool large = t.panels * t.panel_stride > tuning::kStreamedMinBytes;
-  return t.rows <= kStreamedRows && all && large && Isa::gains_from_streams();
+  return t.rows <= kStreamedRows && all && large && cpu_tuning->gains_from_streams;
 }
 
 template <class Isa, int MR, int kStreams, int64_t kDistance>
@@ -141,9 +141,11 @@ template <class Isa, int MR>
 int gemm_streamed(const GemmTile& t, const Epilogue& e) {
   const int64_t bytes = t.panels * t.panel_stride;
   const bool from_l3 = bytes > tuning::kStreamedL2Bytes && bytes <= tuning::kStreamedL3Bytes;
-  if (!from_l3 || !Isa::gains_from_one_stream()) return gemm_streamed<Isa, MR, 3, 0>(t, e);
-  if constexpr (MR <= 2) return gemm_streamed<Isa, MR, 1, 8192>(t, e);
-  return gemm_streamed<Isa, MR, 2, 2048>(t, e);
+  if (!from_l3 || !cpu_tuning->gains_from_few_streams) {
+    return gemm_streamed<Isa, MR, tuning::kStreams, 0>(t, e);
+  }
+  constexpr int i = MR > 2;
+  return gemm_streamed<Isa, MR, tuning::kFewStreams[i], tuning::kFewStreamsDistance[i]>(t, e);
 }
 
 template <class Isa>

@@ -2,6 +2,7 @@
 // The tile of the microkernel: a few rows times a few panels, in registers over all of K.
 #pragma once
 
+#include "kernels/cpu_tuning.h"
 #include "kernels/epilogue/register_epilogue.h"
 #include "kernels/gemm/clip.h"
 #include "kernels/gemm/dot_step.h"
@@ -114,7 +115,7 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int first, 
     distance = min_int(NP + min_int(first / MR, NP - 1), t.panels + t.panels_behind - 1 - panel) *
                panel_stride;
   } else if constexpr (kPrefetch == kOwnWeights) {
-    distance = Isa::prefetch_distance();
+    distance = cpu_tuning->prefetch_distance;
   }
   for (const GemmRun* run = t.runs; run != runs_end; ++run) {
     // Pointers of runs stay in memory: GCC would keep them in vector registers, and moves from

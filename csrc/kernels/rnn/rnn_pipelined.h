@@ -18,6 +18,7 @@
 // more 0.99 to 1.00. Steps instead of stages: 0.97 to 0.99.
 #pragma once
 
+#include "kernels/cpu_tuning.h"
 #include "kernels/rnn/rnn_epilogue.h"
 #include "kernels/rnn/rnn_input.h"
 
@@ -47,8 +48,8 @@ constexpr bool kMayPipeline<VectorTiles<Isa>> = kHasWide<Isa>;
 template <class Isa>
 inline bool rnn_is_pipelined(const RnnStep& s) {
   return s.rows > 2 * kRnnPipelinedRows - 2 && s.quads >= pipelined_parts(s.cell) &&
-         s.quads >= Isa::rnn_pipelined_quads() &&
-         s.gates * s.panel_stride <= Isa::rnn_pipelined_bytes() && rnn_is_plain(s);
+         s.quads >= cpu_tuning->rnn_pipelined_quads &&
+         s.gates * s.panel_stride <= cpu_tuning->rnn_pipelined_bytes && rnn_is_plain(s);
 }
 
 /// t.acc = init + the products of kRows rows with all gates of a group, interleaved with the cells

@@ -202,7 +202,7 @@ template <class Isa>
 inline bool rnn_is_streamed(const RnnStep& s) {
   return s.rows == 1 && s.source == nullptr && s.group_stride == s.gates * s.panel_stride &&
          s.groups * s.group_stride > tuning::kRnnStreamedMinBytes[rnn_num_streams(s) - 1] &&
-         Isa::gains_from_streams();
+         cpu_tuning->gains_from_streams;
 }
 
 /// Panels without cells.

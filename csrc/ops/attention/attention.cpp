@@ -72,6 +72,8 @@ void check_shapes(const char* op, const at::Tensor& q, const at::Tensor& k, cons
   TORCH_CHECK_VALUE(q.size(-1) <= kMaxReduction && k.size(-2) <= kMaxReduction, "torchq.", op,
                     ": S and E must be at most ", kMaxReduction, ", got key ", k.sizes(),
                     "; longer sums could overflow int32. Use float attention.");
+  TORCH_CHECK_VALUE(v.size(-1) <= kMaxChannels, "torchq.", op, ": value must have at most ",
+                    kMaxChannels, " columns, got ", v.sizes(), ". Split them.");
   TORCH_CHECK_VALUE(std::isfinite(scale) && scale > 0, "torchq.", op,
                     ": scale must be finite and greater than 0, got ", scale,
                     ". The usual is 1 / sqrt(E).");
@@ -265,7 +267,7 @@ class FloatHeads final : public Heads {
   Rows quantized(ScratchFrame& scratch, const float* src, int64_t stride, int64_t size,
                  int64_t count, bool shared) const {
     const int64_t padded = quads_of(size) * kQuad;
-    uint8_t* bytes = scratch.take<uint8_t>(count * padded);
+    uint8_t* bytes = scratch.take<uint8_t>(count, padded);
     float* scale = scratch.take<float>(shared ? 1 : count);
     tier_.quantize_symmetric({src, stride, count, size, shared, bytes, padded, scale});
     return {bytes, scale, padded};
@@ -285,7 +287,7 @@ class FloatHeads final : public Heads {
       for (int64_t j = 0; j < keys; ++j) seen[j] |= hides_all || row[j] > kHidden;
       if (std::all_of(seen, seen + keys, [](bool s) { return s; })) return nullptr;
     }
-    float* values = scratch.take<float>(keys * size);
+    float* values = scratch.take<float>(keys, size);
     const float* src = value_.head<float>(h);
     for (int64_t j = 0; j < keys; ++j) {
       const float* value = src + j * value_.tensor.stride(-2);

@@ -15,8 +15,8 @@ constexpr float kLog2E = 1.44269504f;
 
 PackedColumns take_columns(ScratchFrame& scratch, int64_t n, int64_t k) {
   const int64_t panels = panels_of(n), panel_bytes = quads_of(k) * kPanel * kQuad;
-  return {panel_bytes, scratch.take<int8_t>(panels * panel_bytes),
-          scratch.take<int32_t>(panels * kPanel), scratch.take<int32_t>(panels * kPanel)};
+  return {panel_bytes, scratch.take<int8_t>(panels, panel_bytes),
+          scratch.take<int32_t>(panels, kPanel), scratch.take<int32_t>(panels, kPanel)};
 }
 
 float* filled(ScratchFrame& scratch, int64_t count, float value) {
@@ -82,9 +82,9 @@ struct Worker {
     const int64_t seen = a.causal ? std::min(a.keys, first + count) : a.keys;
     const int64_t stride = padded_keys(seen);
     ScratchFrame scratch;
-    float* scores = scratch.take<float>(count * stride);
-    uint8_t* weights = scratch.take<uint8_t>(count * stride);
-    float* sums = scratch.take<float>(count * a.value_size);
+    float* scores = scratch.take<float>(count, stride);
+    uint8_t* weights = scratch.take<uint8_t>(count, stride);
+    float* sums = scratch.take<float>(count, a.value_size);
     float* total = scratch.take<float>(count);
     multiply(a.tier, {heads.queries(scratch, h, first, count), count, head.keys, stride, a.size,
                       head.score_scale, score_offset, scores});

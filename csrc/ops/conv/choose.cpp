@@ -8,10 +8,6 @@
 namespace torchq {
 namespace {
 
-/// With more regions than this, or fewer rows per region, a copy with padding is faster.
-constexpr int64_t kMaxRegions = 64;
-constexpr int64_t kMinRowsPerRegion = 3;
-
 /// Returns true if the channels of each group are to be copied side by side.
 bool copies_groups_apart(const Conv& c) {
   const ConvPacking& p = c.packing;
@@ -52,13 +48,14 @@ const char* why_padded(const Conv& c, const Source& s, const TapIntervals (&axes
     rows *= c.output(d);
   }
   if (count <= fewest) return nullptr;
-  if (count > kMaxRegions) return "pixels meet more than 64 sets of valid taps";
+  if (count > tuning::kMaxRegions) return "pixels meet more than 64 sets of valid taps";
   const int64_t group_quads = c.packing.taps * c.packing.quads * c.packing.panels_per_group();
   const bool adjacent = c.axes[0].stride * c.axes[1].stride * c.axes[2].stride == 1;
   if (!c.is_transposed() && prefers_one_region(c.tier, rows, group_quads, adjacent)) {
     return "a matrix unit wants whole tiles";
   }
-  if (rows < kMinRowsPerRegion * count) return "fewer than 3 pixels meet the same valid taps";
+  if (rows < tuning::kMinRowsPerRegion * count)
+    return "fewer than 3 pixels meet the same valid taps";
   return !c.is_transposed() && padding_is_cheaper(c, s, axes, count)
              ? "so few products with padding take less time"
              : nullptr;

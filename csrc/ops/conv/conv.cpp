@@ -5,6 +5,8 @@
 #include <ATen/EmptyTensor.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "epilogue/describe_layer.h"
 #include "ops/gemm/gemm.h"
 #include "ops/gemm/row_sums.h"
@@ -17,9 +19,9 @@ int64_t checked_groups(const char* op, const ChannelsLast& src, c10::IntArrayRef
                        const at::Tensor& compensation) {
   const int64_t groups = geometry[geometry.size() - 2];
   TORCH_CHECK_VALUE(src.channels == geometry.back(), "torchq.", op, ": src must have ",
-                    geometry.back(), " channels, the in_channels of geometry ", geometry, ", got ",
+                    geometry.back(), " channels, as many as the layer's in_channels, got ",
                     src.channels, " in src ", src.tensor.sizes(),
-                    ". Check the layer's in_channels.");
+                    ". Check the order of its dimensions, (N, C, spatial...).");
   check_groups(op, src.channels, groups, compensation);
   return groups;
 }
@@ -27,7 +29,7 @@ int64_t checked_groups(const char* op, const ChannelsLast& src, c10::IntArrayRef
 at::Tensor run_conv(OpTrace& trace, const ConvCall& call, const ConvArgs& args) {
   const char* op = call.op;
   const ConvPacking& packing = call.packing;
-  const ChannelsLast& src = call.src;
+  ChannelsLast& src = call.src;
   const int64_t channels = packing.outputs(), groups = packing.groups * packing.merged;
   const int64_t group_inputs = src.channels / groups;
   const int64_t most = max_reduction(args.weight_zero_point.has_value());
@@ -48,6 +50,8 @@ at::Tensor run_conv(OpTrace& trace, const ConvCall& call, const ConvArgs& args) 
          src_dtype == DType::s8,
          pairs_fit(op, args.pair_bound, args.weight.size(0)),
          bytes.last_step(tier)};
+  // No tap meets a source without values, whose other sizes may be anything.
+  if (src.tensor.numel() == 0) std::fill_n(src.size, 3, 0);
   for (int d = 2; d >= 0; --d) {
     c.axes[d] = {call.window, d, src.size[d], call.output[d], call.transposed};
     c.dst_pitch[d] = d == 2 ? channels : c.dst_pitch[d + 1] * call.output[d + 1];
@@ -56,7 +60,7 @@ at::Tensor run_conv(OpTrace& trace, const ConvCall& call, const ConvArgs& args) 
   const bool depthwise = packing.form == ConvPacking::kDepthwise;
   std::optional<at::Tensor> sums = args.row_sums;
   const bool shifts = args.weight_zero_point.has_value() && !sums.has_value();
-  if (shifts && !depthwise && !only_checks()) {
+  if (shifts && !depthwise && !is_done(dst)) {
     const RowSource rows{bytes_of(src.tensor), groups, group_inputs, c.is_signed, c.zero_point};
     sums = sum_windows(tier, rows, src, c.axes);
   }
@@ -115,7 +119,7 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
                 const std::optional<at::Tensor>& row_sums, const std::optional<at::Tensor>& table) {
   OpTrace trace(kOp);
   check_src(kOp, "src", src_arg);
-  const ChannelsLast src = to_channels_last(kOp, src_arg);
+  ChannelsLast src = to_channels_last(kOp, src_arg);
   const Window window = parse_window(kOp, geometry, src.spatial_dims, 2);
   const ConvPacking packing = checked_packing(src, window, geometry, weight, compensation);
   ConvCall call{kOp, packing, window, src, window.taps(), false};

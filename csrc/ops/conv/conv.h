@@ -87,7 +87,7 @@ struct ConvCall {
   const char* op;
   const ConvPacking& packing;
   const Window& window;
-  const ChannelsLast& src;
+  ChannelsLast& src;
   int64_t taps;
   bool transposed;
   int64_t output[3]{};

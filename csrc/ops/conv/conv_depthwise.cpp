@@ -34,7 +34,7 @@ DepthwiseLayer depthwise_layer(const Conv& c, const Source& s, const DepthwiseWe
       make_acc_init(scratch, c.tier, c.compensation, all_taps, c.acc_bias, c.effective_zero_point(),
                     1, layer.channels, static_cast<int>(panels_of(layer.channels)));
   if (c.weight_zero_point != nullptr) {
-    int32_t* init = scratch.take<int32_t>(panels_of(s.channels) * kPanel);
+    int32_t* init = scratch.take<int32_t>(panels_of(s.channels), kPanel);
     // Wraps as the sums do.
     const int64_t taps = c.axes[0].kernel * c.axes[1].kernel * row.kernel;
     const uint32_t shift = static_cast<uint32_t>(taps * c.effective_zero_point());
@@ -104,7 +104,7 @@ void run_depthwise(const Conv& c, const Source& s, const Epilogue& epilogue, OpT
   parallel_ranges(rows, choice.threads, [&](Range range) {
     const int64_t size = std::min(choice.block_rows, range.end - range.begin);
     ScratchFrame frame;
-    const uint8_t** src = frame.take<const uint8_t*>(size * layer.kernel_rows);
+    const uint8_t** src = frame.take<const uint8_t*>(size, layer.kernel_rows);
     int64_t* dst_offset = frame.take<int64_t>(size);
     void* work = frame.take<uint8_t>(c.tier.depthwise_bytes(layer));
     RowPosition row(c, range.begin);

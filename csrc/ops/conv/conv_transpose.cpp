@@ -72,7 +72,7 @@ at::Tensor conv_transpose(
     const std::optional<at::Tensor>& weight_zero_point, const std::optional<at::Tensor>& table) {
   OpTrace trace(kOp);
   check_src(kOp, "src", src_arg);
-  const ChannelsLast src = to_channels_last(kOp, src_arg);
+  ChannelsLast src = to_channels_last(kOp, src_arg);
   const Window window = checked_window(geometry, src);
   const int64_t groups = checked_groups(kOp, src, geometry, compensation);
   const int64_t channels = compensation.size(1);

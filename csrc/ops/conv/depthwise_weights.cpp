@@ -70,7 +70,7 @@ DepthwiseWeights depthwise_weights(ScratchFrame& scratch, const int8_t* packed, 
   const int64_t slots = static_cast<int64_t>(order.size()), panels = panels_of(channels);
   const int64_t panel_bytes = slots * kPanel;
   int8_t* part[kMaxParts];
-  for (int8_t*& p : part) p = scratch.take<int8_t>(panels * panel_bytes);
+  for (int8_t*& p : part) p = scratch.take<int8_t>(panels, panel_bytes);
   int8_t* keep = scratch.take<int8_t>(panel_bytes);
   for (int64_t i = 0; i < panel_bytes; ++i) {
     keep[i] = order[static_cast<size_t>(i / kQuadBytes * kQuad + i % kQuad)] < 0 ? 0 : -1;
@@ -98,7 +98,7 @@ DepthwiseWeights depthwise_weights(ScratchFrame& scratch, const int8_t* packed, 
   }
   const int64_t count = static_cast<int64_t>(result.taps.size());
   const int64_t stride = count * kPanel / kQuad;  // lanes of a panel
-  uint32_t* joined = scratch.take<uint32_t>(panels * stride);
+  uint32_t* joined = scratch.take<uint32_t>(panels, stride);
   std::memset(joined, 0, static_cast<size_t>(panels * stride) * sizeof *joined);
   for (int64_t s = 0; s < count; ++s) {
     const int64_t tap = result.taps[static_cast<size_t>(s)];

@@ -2,7 +2,6 @@
 // torchq::dynamic_conv: float in, float out, with each sample quantized to u8 on the way by the
 // range that it has in this call.
 #include <ATen/EmptyTensor.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -56,9 +55,11 @@ at::Tensor dynamic_conv(const at::Tensor& src_arg, const at::Tensor& weight,
   const float* scales = weight_scale.const_data_ptr<float>();
   const at::Tensor offset = bias.has_value() ? *bias : at::zeros({channels}, at::kFloat);
   const at::Tensor none = at::detail::empty_cpu({0}, at::kFloat);
-  std::vector<at::Tensor> results;
-  for (int64_t i = 0; i < std::max<int64_t>(src_arg.size(0), 1); ++i) {
-    at::Tensor sample = src_arg.size(0) > 1 ? src_arg.narrow(0, i, 1) : src_arg;
+  const int64_t samples = std::max<int64_t>(src_arg.size(0), 1);
+  const bool alike = src_arg.numel() == 0 || channels == 0 || only_checks();
+  at::Tensor dst;
+  for (int64_t i = 0; i < (alike ? 1 : samples); ++i) {
+    at::Tensor sample = samples > 1 ? src_arg.narrow(0, i, 1) : src_arg;
     if (!sample.is_non_overlapping_and_dense()) sample = sample.contiguous();
     const RowParams params = only_checks() ? RowParams{1, 0} : sample_params(kernels(), sample, i);
     at::Tensor multiplier = at::detail::empty_cpu({channels}, at::kFloat);
@@ -69,12 +70,16 @@ at::Tensor dynamic_conv(const at::Tensor& src_arg, const at::Tensor& weight,
     const at::Tensor zero_point = at::scalar_tensor(params.zero_point, at::kInt);
     const at::Tensor q = quantize(sample, at::scalar_tensor(params.scale, at::kFloat), zero_point,
                                   static_cast<int64_t>(at::kByte));
-    at::Tensor dst = conv(q, weight, compensation, pair_bound, multiplier, offset, {}, zero_point,
-                          geometry, static_cast<int64_t>(at::kFloat), "", none, {}, {}, {}, {});
-    results.push_back(dst.movedim(1, -1));
+    const at::Tensor one =
+        conv(q, weight, compensation, pair_bound, multiplier, offset, {}, zero_point, geometry,
+             static_cast<int64_t>(at::kFloat), "", none, {}, {}, {}, {});
+    if (i == 0) {
+      dst = samples == 1 ? one
+                         : empty_channels_last(samples, channels, one.sizes().slice(2), at::kFloat);
+    }
+    if (samples > 1 && !is_done(dst)) (alike ? dst : dst.narrow(0, i, 1)).copy_(one);
   }
-  const at::Tensor dst = (results.size() == 1 ? results[0] : at::cat(results)).movedim(-1, 1);
-  return src_arg.is_contiguous() ? dst.contiguous() : dst;
+  return src_arg.is_contiguous() && !only_checks() ? dst.contiguous() : dst;
 }
 
 }  // namespace

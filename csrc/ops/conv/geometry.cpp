@@ -8,6 +8,7 @@
 #include "ops/conv/layout.h"
 #include "runtime/checks.h"
 #include "runtime/result_allocator.h"
+#include "runtime/sizes.h"
 
 namespace torchq {
 namespace {
@@ -18,7 +19,7 @@ c10::SmallVector<int64_t, 5> channels_last_strides(int64_t channels, c10::IntArr
   int64_t stride = channels;
   for (size_t d = spatial.size(); d-- > 0;) {
     strides[d + 2] = stride;
-    stride *= spatial[d];
+    stride = product_of({stride, spatial[d]});
   }
   strides[0] = stride;
   return strides;
@@ -41,7 +42,7 @@ Window parse_window(const char* op, c10::IntArrayRef geometry, int64_t spatial_d
   const int64_t values = static_cast<int64_t>(geometry.size()) - extra, dims = values / 5;
   const bool fits = dims == spatial_dims || values % 5 != 0 || dims < 1 || dims > 3;
   TORCH_CHECK_VALUE(fits, "torchq.", op, ": src must have ", dims + 2, " dims, [N, C, ...] with ",
-                    dims, " spatial ones as in geometry ", geometry, ", got ", spatial_dims + 2,
+                    dims, " spatial ones, got ", spatial_dims + 2,
                     ". Add a batch of one with src.unsqueeze(0), or remove it.");
   TORCH_CHECK_VALUE(static_cast<int64_t>(geometry.size()) == 5 * spatial_dims + extra, "torchq.",
                     op, ": geometry must be [kernel, stride, padding_begin, padding_end, dilation",
@@ -58,13 +59,14 @@ Window parse_window(const char* op, c10::IntArrayRef geometry, int64_t spatial_d
       // 2^24 keeps every product below 2^63.
       TORCH_CHECK_VALUE(value >= !padding && value < (1 << 24), "torchq.", op, ": ", names[f],
                         " must be at least ", int{!padding}, " and less than 2^24, got ", value,
-                        " in geometry ", geometry, ".");
+                        " in dimension ", i, " of ", spatial_dims, ".");
       fields[f][d] = value;
     }
   }
   TORCH_CHECK_VALUE(w.kernel[0] * w.kernel[1] <= kMaxTaps && w.taps() <= kMaxTaps, "torchq.", op,
-                    ": a window must have at most ", kMaxTaps, " positions, got geometry ",
-                    geometry, ". Pool or convolve in two steps.");
+                    ": a window must have at most ", kMaxTaps, " positions, got a kernel of ",
+                    geometry.slice(0, static_cast<size_t>(spatial_dims)),
+                    ". Pool or convolve in two steps.");
   return w;
 }
 

@@ -102,7 +102,7 @@ Source move_last(ScratchFrame& scratch, const Source& s, int d) {
   move_last(moved.size, d);
   const int64_t pitch = s.pitch(d), length = s.size[d];
   if (pitch == s.channels) return moved;
-  uint8_t* dst = scratch.take<uint8_t>(s.batch * s.image_bytes());
+  uint8_t* dst = scratch.take<uint8_t>(s.batch, s.image_bytes());
   moved.data = dst;
   const uint8_t* const end = s.data + s.batch * s.image_bytes();
   for (const uint8_t* block = s.data; block < end; block += length * pitch) {
@@ -117,7 +117,7 @@ Source move_last(ScratchFrame& scratch, const Source& s, int d) {
 Source copy_for_overread(ScratchFrame& scratch, const Source& s) {
   const int64_t bytes = s.batch * s.image_bytes();
   uint8_t* data = scratch.take<uint8_t>(bytes);
-  std::memcpy(data, s.data, static_cast<size_t>(bytes));
+  if (bytes > 0) std::memcpy(data, s.data, static_cast<size_t>(bytes));
   Source copy = s;
   copy.data = data;
   return copy;

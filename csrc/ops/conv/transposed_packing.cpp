@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "epilogue/post_ops.h"
 #include "ops/conv/border.h"
 #include "ops/gemm/gemm.h"
 #include "ops/gemm/packing.h"
@@ -73,6 +74,9 @@ Shape checked_shape(const char* op, c10::IntArrayRef sizes, int64_t groups, c10:
     taps *= size;
     met *= taps_per_phase(size, stride[d], dilation[d]);
   }
+  TORCH_CHECK_VALUE(sizes[1] <= kMaxChannels / groups, "torchq.", op, ": weight must have at most ",
+                    kMaxChannels, " outputs, got weight ", sizes, " in ", groups,
+                    " groups. Split the layer along its outputs.");
   const int64_t inputs = sizes[0] / groups;
   TORCH_CHECK_VALUE(inputs == 0 || met <= kMaxReduction / inputs, "torchq.", op, ": weight sums ",
                     met, " taps of ", inputs, " channels per output, got weight ", sizes,

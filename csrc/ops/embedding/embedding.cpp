@@ -108,11 +108,12 @@ at::Tensor embedding(const at::Tensor& weight, const at::Tensor& indices, int64_
 }
 
 /// begin[b] of each bag, and the end of the last, from offsets.
-void read_offsets(const at::Tensor& offsets, int64_t count, bool include_last_offset,
-                  int64_t* begin) {
+const int64_t* read_offsets(ScratchFrame& frame, const at::Tensor& offsets, int64_t count,
+                            bool include_last_offset) {
   const at::Tensor dense = offsets.contiguous().to(at::kLong);
   const int64_t* values = dense.const_data_ptr<int64_t>();
   const int64_t size = dense.numel();
+  int64_t* begin = frame.take<int64_t>(size + 1);
   int64_t before = 0;
   for (int64_t b = 0; b < size; ++b) {
     TORCH_CHECK_VALUE(values[b] >= before && values[b] <= count && (b > 0 || values[b] == 0),
@@ -122,6 +123,14 @@ void read_offsets(const at::Tensor& offsets, int64_t count, bool include_last_of
     begin[b] = before = values[b];
   }
   if (!include_last_offset) begin[size] = count;
+  return begin;
+}
+
+/// The same of bags of one size.
+const int64_t* equal_bags(ScratchFrame& frame, int64_t bags, int64_t size) {
+  int64_t* begin = frame.take<int64_t>(bags + 1);
+  for (int64_t b = 0; b <= bags; ++b) begin[b] = b * size;
+  return begin;
 }
 
 void check_bags(const at::Tensor& indices, const std::optional<at::Tensor>& offsets,
@@ -209,18 +218,16 @@ at::Tensor embedding_bag(const at::Tensor& weight, const at::Tensor& indices,
   const at::Tensor factors = factors_of(indices, per_sample_weights, mode, mode_name);
   const int64_t bags =
       offsets.has_value() ? offsets->numel() - include_last_offset : indices.size(0);
-  ScratchFrame frame;
-  int64_t* begin = frame.take<int64_t>(bags + 1);
-  if (offsets.has_value()) {
-    read_offsets(*offsets, indices.numel(), include_last_offset, begin);
-  } else {
-    for (int64_t b = 0; b <= bags; ++b) begin[b] = b * indices.size(1);
-  }
   const at::Tensor dst = empty_dst({bags, table.dim}, at::kFloat), dense = indices.contiguous();
+  ScratchFrame frame;
+  const int64_t* begin = nullptr;
+  if (offsets.has_value())
+    begin = read_offsets(frame, *offsets, indices.numel(), include_last_offset);
   trace.describe([&] {
     return describe_call({weight, indices}, dst, c10::str("bits:", bits, " mode:", mode_name));
   });
   if (is_done(dst)) return dst;
+  if (!offsets.has_value()) begin = equal_bags(frame, bags, indices.size(1));
   float* values = dst.mutable_data_ptr<float>();
   const RowIndices rows = indices_of(table, dense);
   const float* each = factors.defined() ? factors.const_data_ptr<float>() : nullptr;

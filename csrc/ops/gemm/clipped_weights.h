@@ -47,11 +47,11 @@ class ClippedWeights {
  public:
   ClippedWeights(const GemmProblem& p, const Kernels& tier, int block_panels, ScratchFrame& scratch)
       : clip_(tier.clip), panel_bytes_(p.panel_bytes), quads_(p.used_panel_bytes() / kQuadBytes) {
-    clipped_ = scratch.take<int8_t>(block_panels * panel_bytes_);
-    excess_ = scratch.take<int8_t>(block_panels * panel_bytes_);
-    index_ = scratch.take<int64_t>(block_panels * quads_);
+    clipped_ = scratch.take<int8_t>(block_panels, panel_bytes_);
+    excess_ = scratch.take<int8_t>(block_panels, panel_bytes_);
+    index_ = scratch.take<int64_t>(block_panels, quads_);
     found_ = scratch.take<int64_t>(block_panels);
-    list_ = scratch.take<GemmExcess::Quad>(block_panels * quads_);
+    list_ = scratch.take<GemmExcess::Quad>(block_panels, quads_);
     panels_ = scratch.take<GemmExcess>(block_panels);
   }
 

@@ -48,7 +48,7 @@ RowRange* ranges(ScratchFrame& scratch, const Problem& p) {
 
 /// src as u8.
 const uint8_t* quantize_rows(ScratchFrame& scratch, const Problem& p, const RowParams* params) {
-  uint8_t* q = scratch.take<uint8_t>(p.m * p.k);
+  uint8_t* q = scratch.take<uint8_t>(p.m, p.k);
   parallel_ranges(p.m, threads_for(p.m * p.k, tuning::kQuantizeRowGrain), [&](Range rows) {
     const int32_t zero = 0;
     for (int64_t r = rows.begin; r < rows.end; ++r) {

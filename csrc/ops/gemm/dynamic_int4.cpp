@@ -68,8 +68,8 @@ Rows quantize_rows(ScratchFrame& scratch, const Kernels& tier, const at::Tensor&
                    const Int4Tile& t) {
   const int64_t size = src.size(-1);
   const float* values = src.const_data_ptr<float>();
-  uint8_t* bytes = scratch.take<uint8_t>(t.rows * t.k);
-  int32_t* sums = scratch.take<int32_t>(t.rows * t.groups);
+  uint8_t* bytes = scratch.take<uint8_t>(t.rows, t.k);
+  int32_t* sums = scratch.take<int32_t>(t.rows, t.groups);
   float* scale = scratch.take<float>(t.rows);
   parallel_ranges(t.rows, threads_for(t.rows * t.k, tuning::kQuantizeRowGrain), [&](Range rows) {
     for (int64_t r = rows.begin; r < rows.end; ++r) {

@@ -42,7 +42,7 @@ class Worker {
     if (choice.weights == Weights::kWidened) {
       widen_ = tier.widen;
       widening_ = tier.widening;
-      widened_ = scratch_.take<int8_t>(choice.block_panels * problem.panel_bytes * widening_);
+      widened_ = scratch_.take<int8_t>(choice.block_panels, problem.panel_bytes, widening_);
     }
     if (choice.widens_rows) widened_rows_.emplace(problem, tier, scratch_);
     tile_.row_offset = src_offset_;
@@ -224,7 +224,7 @@ const int32_t* make_acc_init(ScratchFrame& scratch, const Kernels& tier,
                              const std::optional<at::Tensor>& acc_bias, int32_t zero_point,
                              int groups, int group_channels, int panels_per_group) {
   const int64_t group_size = int64_t{panels_per_group} * kPanel;
-  int32_t* init = scratch.take<int32_t>(groups * group_size);
+  int32_t* init = scratch.take<int32_t>(groups, group_size);
   std::memset(init, 0, static_cast<size_t>(groups * group_size) * sizeof(int32_t));
   if (zero_point == 0 && !acc_bias.has_value()) return init;
   const int32_t* bias = acc_bias.has_value() ? acc_bias->const_data_ptr<int32_t>() : nullptr;

@@ -55,8 +55,8 @@ class MatrixWorker {
   void in_place(const TapRegion& region, const Lines& lines, Range units, Range panels) {
     ScratchFrame frame;
     const int64_t most = std::min(kPlacedRows / kUnitRows, units.end - units.begin);
-    int64_t* src_offset = frame.take<int64_t>(most * kUnitRows);
-    int64_t* dst_offset = frame.take<int64_t>(most * kUnitRows);
+    int64_t* src_offset = frame.take<int64_t>(most, kUnitRows);
+    int64_t* dst_offset = frame.take<int64_t>(most, kUnitRows);
     const int chunk = chunk_quads(region.runs[0].quads);
     const int8_t* tails = has_tails(region) ? copy_tails(frame, region.runs, panels) : nullptr;
     const auto runs = cut(frame, region.runs, chunk, tails, panels);
@@ -83,7 +83,7 @@ class MatrixWorker {
         (resident ? tuning::kGatheredBytes : tuning::kManyGatheredBytes) / stride / kTwoUnits,
         resident ? 2 : 1, std::max<int64_t>(tiles_of(units_of(rows.end - rows.begin)), 2));
     const int64_t most = tiles * kTwoUnits;
-    uint8_t* data = frame.take<uint8_t>(most * stride);
+    uint8_t* data = frame.take<uint8_t>(most, stride);
     int64_t* src_offset = frame.take<int64_t>(most);
     int64_t* dst_offset = frame.take<int64_t>(most);
     int64_t* data_offset = frame.take<int64_t>(most);
@@ -113,7 +113,7 @@ class MatrixWorker {
                              const int8_t* tails, Range panels) {
     constexpr int64_t kQuadBytes = kPanel * kQuad, kTailBytes = kChunkQuads * kQuadBytes;
     const int64_t count = static_cast<int64_t>(runs.size()), stride = problem_.panel_bytes;
-    UnitRun* const first = frame.take<UnitRun>(2 * count);
+    UnitRun* const first = frame.take<UnitRun>(2, count);
     UnitRun* end = first;
     for (const GemmRun& run : runs) {
       const int8_t* weight = problem_.weight + panels.begin * stride + run.weight_offset;
@@ -137,7 +137,7 @@ class MatrixWorker {
     constexpr int64_t kQuadBytes = kPanel * kQuad;
     const int64_t quads = runs[0].quads, rest = quads % kChunkQuads;
     const int64_t count = (panels.end - panels.begin) * static_cast<int64_t>(runs.size());
-    int8_t* tails = frame.take<int8_t>(count * kChunkQuads * kQuadBytes);
+    int8_t* tails = frame.take<int8_t>(count, kChunkQuads, kQuadBytes);
     int8_t* dst = tails;
     for (int64_t p = panels.begin; p < panels.end; ++p) {
       for (const GemmRun& run : runs) {

@@ -81,7 +81,7 @@ at::Tensor linear(const at::Tensor& src_arg, const at::Tensor& weight,
   sizes.back() = n;
   at::Tensor dst = empty_dst(sizes, bytes.dst_type());
   std::optional<at::Tensor> sums = row_sums;
-  if (weight_zero_point.has_value() && !sums.has_value() && !only_checks()) {
+  if (weight_zero_point.has_value() && !sums.has_value() && !is_done(dst)) {
     sums = sum_rows(tier, src, zero_point, src_dtype == DType::s8);
   }
   const EpilogueBuilder::Args args{kOp,
@@ -107,7 +107,7 @@ at::Tensor linear(const at::Tensor& src_arg, const at::Tensor& weight,
   ScratchFrame scratch;
   const uint8_t* data = bytes_of(src);
   if (k % kQuad != 0) {  // the last quad of the last row may be read in full
-    uint8_t* copy = scratch.take<uint8_t>(m * k);
+    uint8_t* copy = scratch.take<uint8_t>(m, k);
     std::memcpy(copy, data, static_cast<size_t>(m * k));
     data = copy;
   }

@@ -35,12 +35,12 @@ struct Matmul {
   const Kernels& tier;
   int64_t m, n, k, groups;
   bool src_flip, weight_flip;
-  const int32_t* src_zero_points;     // [groups], of src read as u8
-  const int32_t* weight_zero_points;  // [groups][n], of the packed weights; null if all are 0
   const std::optional<at::Tensor>& acc_bias;
   OpTrace& trace;
-  int64_t rows = 0;              // of dst, in all batches
-  int32_t* row_terms = nullptr;  // [groups][rows], with weight zero points
+  const int32_t* src_zero_points = nullptr;     // [groups], of src read as u8
+  const int32_t* weight_zero_points = nullptr;  // [groups][n], of the packed weights; or null
+  int64_t rows = 0;                             // of dst, in all batches
+  int32_t* row_terms = nullptr;                 // [groups][rows], with weight zero points
 
   int64_t group_k() const { return k / groups; }
   int64_t panels() const { return panels_of(n); }
@@ -56,8 +56,8 @@ struct PackedMatrix {
 
 PackedMatrix pack(ScratchFrame& scratch, const Matmul& mm, const uint8_t* weight, int64_t k_stride,
                   int64_t n_stride) {
-  const PackedMatrix packed{scratch.take<int8_t>(mm.panels() * mm.panel_bytes()),
-                            scratch.take<int32_t>(mm.groups * mm.panels() * kPanel)};
+  const PackedMatrix packed{scratch.take<int8_t>(mm.panels(), mm.panel_bytes()),
+                            scratch.take<int32_t>(mm.groups, mm.panels(), kPanel)};
   const int64_t group_bytes = mm.quads() * kPanel * kQuad;
   parallel_ranges(
       mm.panels(), threads_for(mm.k * mm.n, tuning::kPackRuntimeGrain), [&](Range range) {
@@ -98,9 +98,12 @@ void fill_row_terms(const Matmul& mm, const Rows& rows, int64_t group, int64_t f
 /// The epilogue of every group but the last: t = t + float(acc) * multiplier, in float32.
 class GroupSums {
  public:
-  GroupSums(const Matmul& mm, const at::Tensor& dst, const at::Tensor& multiplier) {
+  GroupSums(int64_t groups, const at::Tensor& dst) {
+    if (groups > 1) sum_ = empty_dst(dst.sizes(), at::kFloat);
+  }
+  /// Behind the checks of the last group, whose multipliers have the same shape.
+  void add_epilogues(const Matmul& mm, const at::Tensor& multiplier) {
     if (mm.groups == 1) return;
-    sum_ = at::detail::empty_cpu(dst.sizes(), at::kFloat);
     const at::Tensor zeros = at::zeros({mm.n}, at::kFloat);
     at::Tensor params = at::full({1 + mm.n}, 1.0f, at::kFloat);
     params.mutable_data_ptr<float>()[0] = 0;
@@ -138,7 +141,7 @@ void multiply(const Matmul& mm, const Rows& rows, const PackedMatrix& packed, in
     const GemmRun run{0, 0, mm.quads()};
     const int32_t tap = 0;
     const bool is_last = g + 1 == mm.groups;
-    int32_t* init = scratch.take<int32_t>(mm.panels() * kPanel);
+    int32_t* init = scratch.take<int32_t>(mm.panels(), kPanel);
     const int64_t padded = mm.panels() * kPanel;
     std::memset(init, 0, static_cast<size_t>(padded) * sizeof(int32_t));
     mm.tier.compensate(
@@ -220,48 +223,68 @@ void check_shapes(const at::Tensor& src, const at::Tensor& weight) {
   }
 }
 
-/// Zero points [groups][n] of the packed weights; null if all are 0.
-const int32_t* weight_zero_points_of(ScratchFrame& scratch, const std::optional<at::Tensor>& given,
-                                     DType dtype, int64_t groups, int64_t n) {
-  const bool is_u8 = dtype == DType::u8;
-  if (!given.has_value() && !is_u8) return nullptr;
+/// Checked zero points of src or weight: `values` (null: 0) in steps of 0 or more, and what makes
+/// them those of the packed form.
+struct ZeroPoints {
+  const int32_t* values = nullptr;
   int64_t group_step = 0, step = 0;
+  int32_t shift = 0;
+
+  /// [groups][columns]: any numbers while there are no products, so it is for calls that have some.
+  const int32_t* fill(ScratchFrame& scratch, int64_t groups, int64_t columns) const {
+    int32_t* filled = scratch.take<int32_t>(groups, columns);
+    for (int64_t g = 0; g < groups; ++g) {
+      for (int64_t n = 0; n < columns; ++n) {
+        const int32_t given = values == nullptr ? 0 : values[g * group_step + n * step];
+        filled[g * columns + n] = given + shift;
+      }
+    }
+    return filled;
+  }
+};
+
+/// Values of a parameter, which lie in the range of its tensor.
+const int32_t* read_zero_points(const char* arg, const at::Tensor& given, DType dtype) {
+  check_param(kOp, arg, given, at::kInt);
+  const int32_t* values = given.const_data_ptr<int32_t>();
+  const auto [lo, hi] = zero_point_range(dtype);
+  for (int64_t i = 0; i < given.numel(); ++i) {
+    TORCH_CHECK_VALUE(values[i] >= lo && values[i] <= hi, "torchq.matmul: ", arg, " must lie in [",
+                      lo, ", ", hi, "], the range of its tensor, got ", values[i], " at index ", i,
+                      ".");
+  }
+  return values;
+}
+
+/// Of src read as u8; `given` has one, or one per group.
+ZeroPoints src_zero_points_of(const std::optional<at::Tensor>& given, DType dtype, int64_t groups) {
+  ZeroPoints points{.shift = dtype == DType::s8 ? 128 : 0};
+  if (!given.has_value()) return points;
+  points.group_step = given->dim() == 2 && given->numel() == groups ? 1 : 0;
+  if (points.group_step == 0) zero_point_of(kOp, "src_zero_point", given, dtype);
+  points.values = read_zero_points("src_zero_point", *given, dtype);
+  return points;
+}
+
+/// Of the packed weights; none if all are 0.
+std::optional<ZeroPoints> weight_zero_points_of(const std::optional<at::Tensor>& given, DType dtype,
+                                                int64_t groups, int64_t n) {
+  ZeroPoints points{.shift = dtype == DType::u8 ? -128 : 0};
+  bool any = points.shift != 0;
   if (given.has_value()) {
-    check_param(kOp, "weight_zero_point", *given, at::kInt);
+    points.values = read_zero_points("weight_zero_point", *given, dtype);
     const bool grouped = given->dim() == 2;
     const int64_t columns = grouped ? given->size(1) : given->numel();
     TORCH_CHECK_VALUE((!grouped || given->size(0) == groups) && (columns == 1 || columns == n),
                       "torchq.matmul: weight_zero_point must have 1 or ", n,
                       " values, one per column of weight, or rows of them for ", groups,
                       " groups, got ", given->sizes(), ".");
-    step = columns == 1 ? 0 : 1;
-    group_step = grouped ? columns : 0;
+    points.step = columns == 1 ? 0 : 1;
+    points.group_step = grouped ? columns : 0;
+    any = std::any_of(points.values, points.values + given->numel(),
+                      [&](int32_t z) { return z + points.shift != 0; });
   }
-  int32_t* values = scratch.take<int32_t>(groups * n);
-  const auto [lo, hi] = zero_point_range(dtype);
-  bool any = false;
-  for (int64_t i = 0; i < groups * n; ++i) {
-    const int64_t at = i / n * group_step + i % n * step;
-    const int32_t z = given.has_value() ? given->const_data_ptr<int32_t>()[at] : 0;
-    TORCH_CHECK_VALUE(z >= lo && z <= hi, "torchq.matmul: weight_zero_point must lie in [", lo,
-                      ", ", hi, "], the range of its tensor, got ", z, " at index ", at, ".");
-    values[i] = is_u8 ? z - 128 : z;
-    any = any || values[i] != 0;
-  }
-  return any ? values : nullptr;
-}
-
-/// Zero points [groups] of src read as u8; `given` has one, or one per group.
-const int32_t* src_zero_points_of(ScratchFrame& scratch, const std::optional<at::Tensor>& given,
-                                  DType dtype, int64_t groups) {
-  int32_t* values = scratch.take<int32_t>(groups);
-  const bool several = given.has_value() && given->dim() == 2 && given->numel() == groups;
-  if (several) check_param(kOp, "src_zero_point", *given, at::kInt);
-  for (int64_t g = 0; g < groups; ++g) {
-    const std::optional<at::Tensor> own = several ? given->reshape(-1).slice(0, g, g + 1) : given;
-    values[g] = zero_point_of(kOp, "src_zero_point", own, dtype) + (dtype == DType::s8 ? 128 : 0);
-  }
-  return values;
+  return n > 0 && any ? std::optional(points) : std::nullopt;
 }
 
 int64_t groups_of(const at::Tensor& multiplier, int64_t k, c10::string_view post_ops) {
@@ -299,23 +322,15 @@ at::Tensor run_matmul(OpTrace& trace, const at::Tensor& src_arg, const at::Tenso
   const int64_t m = src_arg.size(-2), k = src_arg.size(-1), n = weight_arg.size(-1);
   check_acc_bias(kOp, acc_bias, n);
   check_param(kOp, "multiplier", multiplier, at::kFloat);
-  ScratchFrame scratch;
   const int64_t groups = groups_of(multiplier, k, post_ops);
-  Matmul mm{tier,
-            m,
-            n,
-            k,
-            groups,
-            src_dtype == DType::s8,
-            weight_dtype == DType::u8,
-            src_zero_points_of(scratch, src_zero_point, src_dtype, groups),
-            weight_zero_points_of(scratch, weight_zero_point, weight_dtype, groups, n),
-            acc_bias,
-            trace};
-  const int64_t longest = max_reduction(mm.weight_zero_points != nullptr);
+  Matmul mm{tier,     m,    n, k, groups, src_dtype == DType::s8, weight_dtype == DType::u8,
+            acc_bias, trace};
+  const ZeroPoints src_points = src_zero_points_of(src_zero_point, src_dtype, groups);
+  const auto weight_points = weight_zero_points_of(weight_zero_point, weight_dtype, groups, n);
+  const int64_t longest = max_reduction(weight_points.has_value());
   TORCH_CHECK_VALUE(mm.group_k() <= longest, "torchq.matmul: K must be at most ", longest,
-                    mm.weight_zero_points == nullptr ? "" : " for weights with a zero point",
-                    ", got ", mm.group_k(), " in src ", src_arg.sizes(),
+                    weight_points.has_value() ? " for weights with a zero point" : "", ", got ",
+                    mm.group_k(), " in src ", src_arg.sizes(),
                     "; longer sums could overflow int32. Split it and add the parts.");
   const c10::IntArrayRef src_batch = src_arg.sizes().slice(0, src_arg.sizes().size() - 2);
   const c10::IntArrayRef weight_batch = weight_arg.sizes().slice(0, weight_arg.sizes().size() - 2);
@@ -323,9 +338,7 @@ at::Tensor run_matmul(OpTrace& trace, const at::Tensor& src_arg, const at::Tenso
   c10::SmallVector<int64_t, 5> sizes(batch.begin(), batch.end());
   sizes.append({m, n});
   at::Tensor dst = empty_dst(sizes, scalar_type(dst_dtype_of(kOp, dst_dtype)));
-  mm.rows = c10::multiply_integers(batch) * m;
-  if (mm.weight_zero_points != nullptr) mm.row_terms = scratch.take<int32_t>(mm.groups * mm.rows);
-  const GroupSums sums(mm, dst, multiplier);
+  GroupSums sums(groups, dst);
   const at::Tensor last_multiplier =
       mm.groups == 1 ? multiplier.reshape(-1) : multiplier[mm.groups - 1];
   const std::vector<at::Tensor> srcs = with_group_sum(sums, post_op_srcs);
@@ -335,6 +348,14 @@ at::Tensor run_matmul(OpTrace& trace, const at::Tensor& src_arg, const at::Tenso
        true},
       dst);
   if (is_done(dst)) return dst;
+  ScratchFrame scratch;
+  mm.rows = dst.numel() / n;
+  mm.src_zero_points = src_points.fill(scratch, groups, 1);
+  if (weight_points.has_value()) {
+    mm.weight_zero_points = weight_points->fill(scratch, groups, n);
+    mm.row_terms = scratch.take<int32_t>(groups, mm.rows);
+  }
+  sums.add_epilogues(mm, multiplier);
   if (mm.row_terms != nullptr) {
     epilogue.subtract(mm.row_terms + (mm.groups - 1) * mm.rows,
                       mm.weight_zero_points + (mm.groups - 1) * n, n, 1);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "epilogue/post_ops.h"
 #include "ops/gemm/gemm.h"
 #include "runtime/bfloat16.h"
 #include "runtime/checks.h"
@@ -27,14 +28,15 @@ WeightLayout conv_layout(c10::IntArrayRef shape, int64_t groups, c10::IntArrayRe
   return layout;
 }
 
-Packed pack(const char* op, const ConvPacking& p, const at::Tensor& weight, int64_t groups,
-            c10::IntArrayRef kernel) {
-  const int64_t inputs = weight.size(1), taps = product(kernel);
-  TORCH_CHECK_VALUE(inputs * taps <= kMaxReduction, "torchq.", op, ": weight sums ", inputs * taps,
-                    " products per output, got weight ", weight.sizes(), "; more than ",
+/// Raises for a weight (outputs, inputs, ...) of more outputs or products than kernels count.
+void check_counts(const char* op, c10::IntArrayRef shape, int64_t taps) {
+  TORCH_CHECK_VALUE(shape[0] <= kMaxChannels, "torchq.", op, ": weight must have at most ",
+                    kMaxChannels, " outputs, got weight ", shape,
+                    ". Split the layer along its outputs.");
+  TORCH_CHECK_VALUE(shape[1] <= kMaxReduction / taps, "torchq.", op, ": weight sums ", taps, " x ",
+                    shape[1], " products per output, got weight ", shape, "; more than ",
                     kMaxReduction,
                     " could overflow int32 (255 * 128 * K). Split the layer along its inputs.");
-  return pack_weights(p, conv_layout(weight.sizes(), groups, kernel), weight, kernel);
 }
 
 void check_weight(const char* op, const at::Tensor& weight, int64_t min_dim, int64_t max_dim,
@@ -47,13 +49,15 @@ void check_weight(const char* op, const at::Tensor& weight, int64_t min_dim, int
                     ": weight must be ", form, ", got ", weight.sizes(), ".");
 }
 
-ConvPacking linear_packing(int64_t outputs, int64_t inputs) {
-  return {ConvPacking::kDense, 1, outputs, inputs, 1, 1, quads_of(inputs)};
+ConvPacking checked_linear_packing(const char* op, c10::IntArrayRef shape) {
+  check_counts(op, shape, 1);
+  return dense_packing(shape[0], shape[1], 1, {1});
 }
 
 Packed pack_linear(const at::Tensor& weight) {
   check_weight("pack_linear", weight, 2, 2, "(out_features, in_features)");
-  return pack("pack_linear", linear_packing(weight.size(0), weight.size(1)), weight, 1, {1});
+  const ConvPacking p = checked_linear_packing("pack_linear", weight.sizes());
+  return pack_weights(p, conv_layout(weight.sizes(), 1, {1}), weight, {1});
 }
 
 at::Tensor unpack_linear(const at::Tensor& packed, int64_t out_features, int64_t in_features) {
@@ -61,8 +65,8 @@ at::Tensor unpack_linear(const at::Tensor& packed, int64_t out_features, int64_t
       out_features >= 0 && in_features >= 0, "torchq.unpack_linear: out_features and ",
       "in_features must not be negative, got ", out_features, " and ", in_features, ".");
   const int64_t shape[] = {out_features, in_features};
-  return unpack_weights("unpack_linear", linear_packing(out_features, in_features),
-                        conv_layout(shape, 1, {1}), packed, shape, {1});
+  const ConvPacking p = checked_linear_packing("unpack_linear", shape);
+  return unpack_weights("unpack_linear", p, conv_layout(shape, 1, {1}), packed, shape, {1});
 }
 
 ConvPacking checked_conv_packing(const char* op, c10::IntArrayRef shape, int64_t groups,
@@ -83,13 +87,15 @@ ConvPacking checked_conv_packing(const char* op, c10::IntArrayRef shape, int64_t
                       " taps in all. Split the layer along its kernel.");
     taps *= size;
   }
+  check_counts(op, shape, taps);
   return conv_packing(shape[0], shape[1], groups, shape.slice(2), dilation);
 }
 
 Packed pack_conv(const at::Tensor& weight, int64_t groups, c10::IntArrayRef dilation) {
   check_weight("pack_conv", weight, 3, 5, "(OC, IC/G, k...) with one to three kernel dimensions");
   const ConvPacking p = checked_conv_packing("pack_conv", weight.sizes(), groups, dilation);
-  return pack("pack_conv", p, weight, groups, weight.sizes().slice(2));
+  const c10::IntArrayRef kernel = weight.sizes().slice(2);
+  return pack_weights(p, conv_layout(weight.sizes(), groups, kernel), weight, kernel);
 }
 
 at::Tensor unpack_conv(const at::Tensor& packed, c10::IntArrayRef weight_shape, int64_t groups,

@@ -57,7 +57,7 @@ at::Tensor sum_windows(const Kernels& tier, const RowSource& src, const Channels
   const at::Tensor result = empty_channels_last(shape, src.groups, sizes, at::kInt);
   ScratchFrame scratch;
   const bool depthwise = src.group_inputs == 1;  // each channel is its own sum
-  int32_t* sums = depthwise ? nullptr : scratch.take<int32_t>(shape.pixels() * src.groups);
+  int32_t* sums = depthwise ? nullptr : scratch.take<int32_t>(shape.pixels(), src.groups);
   if (!depthwise) sum_groups(tier, src, shape.pixels(), sums);
   const int32_t flip = src.is_signed ? 0x80 : 0, shift = src.zero_point + flip;
   const int64_t src_row = shape.size[2] * src.groups, dst_row = sizes[2] * src.groups;

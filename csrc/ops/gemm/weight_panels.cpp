@@ -308,7 +308,7 @@ at::Tensor unpack_weights(const char* op, const ConvPacking& p, const WeightLayo
                     weight_shape, ", got ", packed.sizes(), ". Pass the shape it was packed from.");
   const PanelCopy copy(p, layout, kernel);
   at::Tensor weight = at::detail::empty_cpu(weight_shape, at::kChar);
-  if (only_checks()) return weight;
+  if (is_done(weight)) return weight;
   const int8_t* src = packed.const_data_ptr<int8_t>();
   int8_t* dst = weight.mutable_data_ptr<int8_t>();
   parallel_ranges(copy.panels(), copy.threads(), [&](Range panels) {

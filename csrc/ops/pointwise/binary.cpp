@@ -19,6 +19,7 @@
 #include "runtime/checks.h"
 #include "runtime/parallel.h"
 #include "runtime/result_allocator.h"
+#include "runtime/sizes.h"
 
 namespace torchq {
 namespace {
@@ -121,7 +122,7 @@ c10::SmallVector<int64_t, 5> strides_in_order_of(const at::Tensor& like, c10::In
   int64_t stride = 1;
   for (size_t i = sizes.size(); i-- > 0;) {
     strides[static_cast<size_t>(order[i])] = stride;
-    stride *= std::max<int64_t>(sizes[static_cast<size_t>(order[i])], 1);
+    stride = product_of({stride, std::max<int64_t>(sizes[static_cast<size_t>(order[i])], 1)});
   }
   return strides;
 }
@@ -374,7 +375,11 @@ at::Tensor concat(at::TensorList srcs, const at::Tensor& scales, const at::Tenso
       fits = d == dim || src.size(d) == sizes[static_cast<size_t>(d)];
     TORCH_CHECK_VALUE(fits, "torchq.concat: srcs must agree in every dimension but ", dim, ", got ",
                       srcs[0].sizes(), " and ", src.sizes(), ".");
-    sizes[static_cast<size_t>(dim)] += src.size(dim);
+    int64_t& size = sizes[static_cast<size_t>(dim)];
+    TORCH_CHECK_VALUE(!__builtin_add_overflow(size, src.size(dim), &size),
+                      "torchq.concat: sizes in dimension ", dim,
+                      " must add to less than 2^63, got ", src.size(dim),
+                      " more than fit. Use smaller tensors.");
   }
   at::Tensor dst = empty_dst(sizes, concat_strides(srcs, sizes), scalar_type(dst_type));
   trace.describe([&] { return describe_call(srcs, dst); });

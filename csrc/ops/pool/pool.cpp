@@ -234,14 +234,16 @@ at::Tensor windowed(const char* op, OpTrace& trace, const Kernels& tier, const a
                       ". Enlarge the input or its padding.");
   }
   const at::Tensor dst = make_dst(src, output, params);
+  const auto check_meets = [&](bool meets) {
+    TORCH_CHECK_VALUE(meets, "torchq.", op, ": a window with geometry ", geometry,
+                      " meets only padding on src ", src_arg.sizes(),
+                      ". Use less padding or dilation.");
+  };
+  check_meets(dst.numel() == 0 || src_arg.numel() > 0);
   Spans spans[3];
   for (int d = 0; d < 3 && dst.numel() > 0; ++d) {
     spans[d] = window_spans({w, d, src.size[d], output[d]});
-    for (const Span& span : spans[d]) {
-      TORCH_CHECK_VALUE(span.begin < span.end, "torchq.", op, ": a window with geometry ", geometry,
-                        " meets only padding on src ", src_arg.sizes(),
-                        ". Use less padding or dilation.");
-    }
+    for (const Span& span : spans[d]) check_meets(span.begin < span.end);
   }
   pool(trace, tier, src, spans, pooling, params, real, dst);
   return dst;

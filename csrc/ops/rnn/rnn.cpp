@@ -85,11 +85,10 @@ RnnWeight weight_of(const char* arg, const at::Tensor& packed, const at::Tensor&
 
 /// The sequences: src is [T, N, inputs], or [rows, inputs] with the batch size of every step.
 struct Sequences {
-  int64_t steps, batch, total;
-  const int64_t *rows, *first;
+  int64_t steps, batch, total = 0;
+  const int64_t *rows = nullptr, *first = nullptr;
 
-  Sequences(const at::Tensor& src, const std::optional<at::Tensor>& batch_sizes,
-            ScratchFrame& scratch) {
+  Sequences(const at::Tensor& src, const std::optional<at::Tensor>& batch_sizes) {
     const bool is_packed = batch_sizes.has_value();
     TORCH_CHECK_VALUE(src.dim() == (is_packed ? 2 : 3), "torchq.rnn: src must be ",
                       is_packed ? "[rows, inputs] with batch_sizes" : "[T, N, inputs]", ", got ",
@@ -104,24 +103,36 @@ struct Sequences {
     steps = is_packed ? batch_sizes->numel() : src.size(0);
     TORCH_CHECK_VALUE(steps >= 1, "torchq.rnn: src must have at least one step, got ", src.sizes(),
                       ". Skip empty sequences.");
+    batch = is_packed ? *batch_sizes->const_data_ptr<int64_t>() : src.size(1);
+    if (is_packed) check_packed(src.size(0), batch_sizes->const_data_ptr<int64_t>());
+  }
+
+  /// Sets total, rows and first, whose memory is taken from `scratch`: after the results', since
+  /// any number of steps fits a source without values.
+  void list_steps(const std::optional<at::Tensor>& batch_sizes, ScratchFrame& scratch) {
     int64_t* sizes = scratch.take<int64_t>(steps);
     int64_t* starts = scratch.take<int64_t>(steps);
-    total = 0;
     for (int64_t t = 0; t < steps; ++t) {
-      sizes[t] = is_packed ? batch_sizes->const_data_ptr<int64_t>()[t] : src.size(1);
-      TORCH_CHECK_VALUE(!is_packed || (sizes[t] >= 1 && (t == 0 || sizes[t] <= sizes[t - 1]) &&
-                                       sizes[t] <= src.size(0)),
-                        "torchq.rnn: batch_sizes must be positive and never grow, got ", sizes[t],
-                        " in step ", t, ". Use torch.nn.utils.rnn.pack_padded_sequence.");
+      sizes[t] = batch_sizes.has_value() ? batch_sizes->const_data_ptr<int64_t>()[t] : batch;
       starts[t] = total;
       total += sizes[t];
     }
-    TORCH_CHECK_VALUE(!is_packed || total == src.size(0),
-                      "torchq.rnn: batch_sizes must sum to the ", src.size(0), " rows of src, got ",
-                      total, ".");
-    batch = sizes[0];
     rows = sizes;
     first = starts;
+  }
+
+ private:
+  void check_packed(int64_t src_rows, const int64_t* sizes) const {
+    int64_t sum = 0;
+    for (int64_t t = 0; t < steps; ++t) {
+      TORCH_CHECK_VALUE(
+          sizes[t] >= 1 && (t == 0 || sizes[t] <= sizes[t - 1]) && sizes[t] <= src_rows,
+          "torchq.rnn: batch_sizes must be positive and never grow, got ", sizes[t], " in step ", t,
+          ". Use torch.nn.utils.rnn.pack_padded_sequence.");
+      sum += sizes[t];
+    }
+    TORCH_CHECK_VALUE(sum == src_rows, "torchq.rnn: batch_sizes must sum to the ", src_rows,
+                      " rows of src, got ", sum, ".");
   }
 };
 
@@ -142,7 +153,7 @@ struct Source {
         src.dim() == 2 || sequences.batch == 1 || src.stride(0) == sequences.batch * src.stride(1);
     const bool as_it_is = dtype == DType::u8 && k % kQuad == 0 && (even || tier.matrix == nullptr);
     const int64_t stride = quads_of(k) * kQuad;
-    uint8_t* copy = as_it_is ? nullptr : scratch.take<uint8_t>(rows * stride);
+    uint8_t* copy = as_it_is ? nullptr : scratch.take<uint8_t>(rows, stride);
     const char* bytes = static_cast<const char*>(src.const_data_ptr());
     data = as_it_is ? reinterpret_cast<const uint8_t*>(bytes) : copy;
     float* scales = dtype == DType::f32 ? scratch.take<float>(rows) : nullptr;
@@ -315,8 +326,7 @@ Results rnn(const at::Tensor& src_arg, const std::optional<at::Tensor>& batch_si
   TORCH_CHECK_VALUE(g.lo >= least && g.hi <= most, "torchq.rnn: geometry's lo and hi must lie in [",
                     least, ", ", most, "], the range of the state, got ", g.lo, " and ", g.hi,
                     ". Build it with torchq.nn.QLSTM, QGRU or QRNN.");
-  ScratchFrame scratch;
-  const Sequences sequences(src_arg, batch_sizes, scratch);
+  Sequences sequences(src_arg, batch_sizes);
   TORCH_CHECK_VALUE(src_arg.size(-1) == g.inputs, "torchq.rnn: src must have ", g.inputs,
                     " features, got ", src_arg.size(-1), " in src ", src_arg.sizes(),
                     ". Check the layer's input_size.");
@@ -345,6 +355,8 @@ Results rnn(const at::Tensor& src_arg, const std::optional<at::Tensor>& batch_si
 
   if (l.dynamic) check_finite("src", src_arg);
   const at::Tensor src = src_arg.stride(-1) == 1 ? src_arg : src_arg.contiguous();
+  ScratchFrame scratch;
+  sequences.list_steps(batch_sizes, scratch);
   const Source source(src, src_dtype, sequences, tier, scratch);
   l.src = source.data;
   l.row_offset = source.row_offset;

@@ -46,15 +46,15 @@ RnnDirection::RnnDirection(const RnnLayer& layer, const Kernels& table, ScratchF
     Own& own = *new (own_ + i) Own();
     if (!inputs_in_steps_) {
       const int chunks = uses_lookahead_ ? 2 : 1;
-      own.inputs = scratch.take<float>(chunks * chunk_rows_ * part_groups * l.gates * kPanel);
+      own.inputs = scratch.take<float>(chunks, chunk_rows_, part_groups, l.gates, kPanel);
     }
     if (uses_lookahead_) {
       own.lookahead.piece = ceil_div(l.input.quads, pieces_of_tile(i));
-      own.lookahead.sums = scratch.take<int32_t>(kLookaheadRows * kLookaheadPanels * kPanel);
-      own.sources = scratch.take<uint8_t>(kLookaheadRows * l.input.quads * kQuad);
+      own.lookahead.sums = scratch.take<int32_t>(kLookaheadRows, kLookaheadPanels, kPanel);
+      own.sources = scratch.take<uint8_t>(kLookaheadRows, l.input.quads, kQuad);
     }
     if (l.dynamic) {
-      own.quantized = scratch.take<uint8_t>(rows_ * std::max(state_padded_, padded_));
+      own.quantized = scratch.take<uint8_t>(rows_, std::max(state_padded_, padded_));
       own.scale = scratch.take<float>(l.batch);
     }
   }
@@ -72,10 +72,9 @@ bool RnnDirection::gains_from_lookahead() const {
   const bool has_gates = l.cell == RnnCell::kLstm || l.cell == RnnCell::kGru;
   if (tier.rnn_pieces == nullptr || !has_gates) return false;
   if (l.batch > 1 || l.steps <= kLookaheadRows) return false;
-  // Measured on Zen 4: an LSTM of 256 units takes 1.03 of the time with 40 inputs, 0.90 with 512,
-  // 0.98 with 2048; one of 160 units 1.02 with 4096.
   const int64_t units = l.state_units();
-  if (4 * l.inputs < units || l.inputs > 8 * units) return false;
+  if (tuning::kMinInputsOfUnits * l.inputs < units) return false;
+  if (l.inputs > tuning::kMaxInputsPerUnit * units) return false;
   for (int i = 0; i < parts; ++i) {
     if (pieces_of_tile(i) == 0) return false;
   }
@@ -86,10 +85,10 @@ RnnDirection::Matrix RnnDirection::matrix(ScratchFrame& scratch, const RnnWeight
                                           int64_t panels, int32_t zero_point) {
   Matrix m{&weight, index * panels, nullptr, nullptr};
   if (tier.rnn_widening > 1 && !weight.narrow) {
-    m.widened = scratch.take<int8_t>(panels * weight.panel_bytes() * tier.rnn_widening);
+    m.widened = scratch.take<int8_t>(panels, weight.panel_bytes(), tier.rnn_widening);
   }
   const int32_t tap = 0;
-  int32_t* init = scratch.take<int32_t>(panels * kPanel);
+  int32_t* init = scratch.take<int32_t>(panels, kPanel);
   tier.compensate(weight.compensation + m.offset * kPanel, 0, &tap, 1, nullptr, zero_point,
                   panels * kPanel, init);
   m.init = init;
@@ -108,17 +107,17 @@ void RnnDirection::take_weights(ScratchFrame& scratch) {
 
 void RnnDirection::take_states(ScratchFrame& scratch) {
   for (int i = 0; i < 2; ++i) {
-    state_[i] = scratch.take<float>(l.batch * state_padded_);
-    if (!l.dynamic) quantized_[i] = scratch.take<uint8_t>(rows_ * state_padded_);
+    state_[i] = scratch.take<float>(l.batch, state_padded_);
+    if (!l.dynamic) quantized_[i] = scratch.take<uint8_t>(rows_, state_padded_);
   }
-  if (l.cell == RnnCell::kLstm) cell_ = scratch.take<float>(l.batch * padded_);
+  if (l.cell == RnnCell::kLstm) cell_ = scratch.take<float>(l.batch, padded_);
   if (two_stages()) {
     if (l.dynamic) {
-      middle_ = scratch.take<float>(l.batch * padded_);
+      middle_ = scratch.take<float>(l.batch, padded_);
     } else {
-      middle_quantized_ = scratch.take<uint8_t>(rows_ * padded_);
+      middle_quantized_ = scratch.take<uint8_t>(rows_, padded_);
     }
-    update_ = scratch.take<float>(l.batch * padded_);
+    update_ = scratch.take<float>(l.batch, padded_);
   }
 }
 

@@ -110,8 +110,7 @@ at::Tensor layer_norm(const at::Tensor& src, int64_t dims, const std::optional<a
   check_eps("layer_norm", eps);
   TORCH_CHECK_VALUE(dims >= 1 && dims <= src.dim(), "torchq.layer_norm: dims must lie in [1, ",
                     src.dim(), "] for src ", src.sizes(), ", got ", dims, ".");
-  int64_t n = 1;
-  for (int64_t d = 1; d <= dims; ++d) n *= src.size(-d);
+  const int64_t n = product_of(src.sizes().slice(static_cast<size_t>(src.dim() - dims)));
   const Affine affine("layer_norm", weight, bias, n);
   const at::Tensor dense = src.contiguous();
   const at::Tensor dst = empty_dst(src.sizes(), scalar_type(params[1].dtype));

@@ -145,6 +145,11 @@ RealRow RealOutput::row(int64_t first) const {
 }
 
 void RealOutput::add_operand(const at::Tensor& src, const at::Tensor& dst, const PostOp& p) {
+  if (is_done(dst)) {  // what nothing reads is not copied: it may have more values than dst
+    is_map_ = false;
+    operands_.push_back({src, 1, {}});
+    return;
+  }
   c10::SmallVector<int64_t, 5> order;  // of the dimensions in dst's memory
   for (int64_t d = 0; d < dst.dim(); ++d) order.push_back(d);
   std::stable_sort(order.begin(), order.end(),

@@ -202,7 +202,7 @@ at::Tensor reduction(const at::Tensor& src, c10::string_view alg_name, c10::IntA
   int64_t n = 1;
   for (int64_t d = 0; d < rank; ++d) {
     const bool gone = reduced[static_cast<size_t>(d)];
-    if (gone) n *= src.size(d);
+    if (gone) n = product_of({n, src.size(d)});
     if (!gone || keepdim) sizes.push_back(gone ? 1 : src.size(d));
   }
   TORCH_CHECK_VALUE(n > 0, "torchq.reduction: src must have at least one value to reduce, got src ",

@@ -119,9 +119,9 @@ void blend_stretch(const Stretch& s, const Range& range, const Kernels& tier, co
   const int64_t c = s.src.channels, pixels = s.end - s.begin;
   ScratchFrame frame;
   FloatLines lines(tier, s.src, from, s.first_pixel(), s.pixels(),
-                   frame.take<float>(4 * s.pixels() * c));
-  int64_t* offset = frame.take<int64_t>(2 * pixels);
-  float* weights = frame.take<float>(8 * pixels);
+                   frame.take<float>(4, s.pixels(), c));
+  int64_t* offset = frame.take<int64_t>(2, pixels);
+  float* weights = frame.take<float>(8, pixels);
   const Tap* taps = s.taps[2].data() + s.begin;
   for (int64_t i = 0; i < 2 * pixels; ++i) {
     offset[i] = (taps[i / 2].index[i % 2] - s.first_pixel()) * c;

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from torchq.convert.swap.leaves import equivalent_layer
 from torchq.nn.batch_norm import TRANSPOSED
 from torchq.nn.float_modules import is_experts
 from torchq.nn.inputs import float_tensors
 from torchq.nn.model_state import twin
+from torchq.nn.trees import copied
 from torchq.quantization.recipes.phases import largest_phase
 
 
@@ -144,13 +145,3 @@ def results_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return float_tensors(model(*args, **kwargs))
-
-
-def copied(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return copies: a model may write to its inputs, and inference tensors have no version."""
-
-    def clone(leaf: Any) -> Any:
-        return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-
-    given: tuple[Any, Any] = tree_map(clone, (tuple(args), dict(kwargs)))
-    return given

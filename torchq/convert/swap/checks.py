@@ -11,9 +11,9 @@ from torch.nn.parameter import is_lazy
 
 from torchq.attributes.arguments import FLOATS
 from torchq.capture.module_kinds import MATMUL, RECURRENT
-from torchq.convert.graph_code import is_exported
 from torchq.convert.self_contained import SELF_CONTAINED
 from torchq.convert.swap.observed import ObservedLeaf
+from torchq.graphs.code import is_exported
 from torchq.nn.embedding import QEmbedding, QEmbeddingBag
 from torchq.nn.module import QModule
 from torchq.quantization.observers import Observer

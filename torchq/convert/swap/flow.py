@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from torchq.convert.graph_code import with_code
 from torchq.convert.ranks import calibrate_ranks
 from torchq.convert.swap.calls import record
 from torchq.convert.swap.checks import check_finite, check_mode, check_prepared
@@ -25,6 +24,7 @@ from torchq.convert.swap.weights import (
     without_capturing_hooks,
 )
 from torchq.convert.weights import first_names, weights_of, with_names
+from torchq.graphs.code import with_code
 from torchq.nn.inputs import (
     batches,
     call,

@@ -26,18 +26,21 @@ class Observer(nn.Module):
         name: qualified name of what is observed, set by the calibration flow for error messages.
         min_value: float32 ``[]`` (``[C]`` per channel); inf before the first value.
         max_value: float32, same shape; -inf before the first value.
+        row_count: items of the first dimension that were recorded; None where what was recorded
+            came from a file or another process.
     """
 
     name: str
     min_value: Tensor
     max_value: Tensor
+    row_count: int | None = None  # of what an older version pickled
     _elsewhere: bool
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Start without data; here, as the ``__init__`` of a dataclass calls no other."""
         self = super().__new__(cls)
         nn.Module.__init__(self)
-        self.name = ""
+        self.name, self.row_count = "", 0
         self._elsewhere = False  # whether a subclass recorded data and left min_value, max_value
         self._add_buffer("min_value", torch.inf)
         self._add_buffer("max_value", -torch.inf)
@@ -67,6 +70,8 @@ class Observer(nn.Module):
             with torch.no_grad():
                 self._record(x.detach().to(torch.float32))
             self._elsewhere = self._elsewhere or not self.calibrated
+            if self.row_count is not None:
+                self.row_count += x.shape[0] if x.dim() > 1 else 1
         return x
 
     def qparams(
@@ -127,8 +132,21 @@ class Observer(nn.Module):
         with torch.no_grad():
             if other.calibrated:
                 self._merge(other)
+                counts = self.row_count, other.row_count
+                self.row_count = None if None in counts else sum(filter(None, counts))
                 self._elsewhere = self._elsewhere or not self.calibrated
         return self
+
+    def check_state(self) -> None:
+        """Raise ValueError unless the buffers hold what such an observer records."""
+        low, high = self.min_value, self.max_value
+        ranges = low.isfinite() & high.isfinite() & (low <= high)
+        self._check_loaded(ranges | ((low == torch.inf) & (high == -torch.inf)), "its range")
+
+    def _check_loaded(self, valid: Tensor | bool, what: str) -> None:
+        if not bool(torch.as_tensor(valid, device="cpu").all()):
+            problem = f"{what} must be one that it has recorded, got other values"
+            raise ValueError(self._text(problem, "Was the file changed? Calibrate anew."))
 
     def extra_repr(self) -> str:
         """Return settings as ``name=value``; observers merge only if these agree."""

@@ -25,6 +25,8 @@ from torchq.quantization.ranges import activation_range
 
 # Values are binned in pieces that stay in the L2 cache.
 _PIECE = 1 << 16
+_MOST = 1 << 62
+"""Values that all bins together may count."""
 
 
 class _BinnedObserver(Observer):
@@ -65,6 +67,19 @@ class _BinnedObserver(Observer):
         first = first_bin(min(low, 0.0), exponent)
         counts = self.counts.numpy(force=True).copy()
         return Histogram(counts, int(self.zeros), first, exponent, low, high)
+
+    def check_state(self) -> None:
+        """See the base class: the exponent follows from the range, and no bin beyond it counts."""
+        super().check_state()
+        low, high = float(self.min_value), float(self.max_value)
+        low, high = (low, high) if self.calibrated else (0.0, 0.0)
+        self._check_loaded(int(self.exponent) == bin_exponent(low, high, self.bins), "exponent")
+        positive = (self.counts >= 0).all() & (self.counts.double().sum() < _MOST)
+        self._check_loaded(positive, "counts")
+        h = self.histogram()
+        last = first_bin(max(high, 0.0), h.exponent) - h.first
+        self._check_loaded(not h.counts[last + 1 :].any(), "counts")
+        self._check_loaded(0 <= h.zeros <= h.counts[-h.first], "zeros")
 
     def extra_repr(self) -> str:
         """Return the settings."""

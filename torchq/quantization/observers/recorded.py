@@ -49,10 +49,16 @@ def recorded(observer: Observer) -> Recorded:
 def replace(observer: Observer, given: Recorded) -> Observer:
     """Make an observer forget what it has recorded, and take over this; return it."""
     observer.load_state_dict(given.state)
-    observer._elsewhere = given.elsewhere
+    observer._elsewhere, observer.row_count = given.elsewhere, None
     return observer
 
 
 def replaced(observer: Observer, given: Recorded) -> Observer:
-    """Return a copy of an observer that has recorded this instead."""
-    return replace(copy.deepcopy(observer), given)
+    """Return a copy of an observer that has recorded this instead.
+
+    Raises:
+        ValueError: no such observer records this.
+    """
+    made = replace(copy.deepcopy(observer), given)
+    made.check_state()
+    return made

@@ -54,7 +54,7 @@ def linear_recipe(
 
     Args:
         weight: float32 ``[out_features, in_features]``.
-        bias: of the layer.
+        bias: of the layer, float32.
         sample: of its source, with at least one row.
         granularity: of the weight scale.
         bits: of an int8 weight.
@@ -69,7 +69,7 @@ def linear_recipe(
     note = f"smoothing {best.alpha:g}{', GPTQ' if gptq else ''}"
     note += f", {trial.decibels(tried[0].noise)} -> {trial.decibels(best.noise)}"
     factor = None if best.factors is None else 1 / best.factors
-    bias = -best.shift if bias is None else bias.detach() - best.shift
+    bias = -best.shift if bias is None else bias - best.shift
     return Recipe(best.weight, bias, best.scale.squeeze(1), factor, note)
 
 

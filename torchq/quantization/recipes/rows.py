@@ -95,6 +95,12 @@ class RowPowers(Observer):
         octaves = (k + 0.5) / _PER_OCTAVE - _OCTAVES
         return 10 * (octaves * math.log10(2) - math.log10(step**2 / 12))
 
+    def check_state(self) -> None:
+        """See the base class."""
+        super().check_state()
+        positive = (self.counts >= 0).all() & (self.counts.double().sum() < 2**60)
+        self._check_loaded(positive, "counts")
+
     def extra_repr(self) -> str:
         """Return the settings."""
         return f"window={self.window}, groups={self.groups}"

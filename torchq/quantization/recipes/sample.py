@@ -36,7 +36,9 @@ class SourceSample(Observer):
         super().__init__()
         self.channels, self.name = channels, name
         self._add_buffer("largest", [0.0] * channels)
-        self._set_buffer("rows", lambda: torch.zeros(ROWS, channels, device="cpu"))
+        self._set_buffer(
+            "rows", lambda: torch.zeros(ROWS, channels, dtype=torch.float32, device="cpu")
+        )
         self._set_buffer("hashes", lambda: torch.zeros(ROWS, dtype=torch.int64, device="cpu"))
         self._add_buffer("count", 0, torch.int64)
 
@@ -44,6 +46,13 @@ class SourceSample(Observer):
     def kept(self) -> Tensor:
         """Return the rows of the sample."""
         return self.rows[: int(self.count)]
+
+    def check_state(self) -> None:
+        """See the base class."""
+        super().check_state()
+        self._check_loaded(0 <= int(self.count) <= ROWS, "count")
+        finite = self.rows.isfinite().all() & self.largest.isfinite().all()
+        self._check_loaded(finite & (self.largest >= 0).all(), "its rows")
 
     def extra_repr(self) -> str:
         """Return the settings."""

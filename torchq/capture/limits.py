@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
+from torchq.capture.condition import Condition
 from torchq.capture.module_kinds import AVERAGES
 from torchq.capture.ops import Op, Role, shape_of
 from torchq.functional.folding import MAX_SHIFTED_REDUCTION
@@ -69,8 +70,8 @@ def why_long(op: Op) -> str:
     return f"{found.reason.format(found.largest)} could overflow int32"
 
 
-def limits(graph: fx.Graph, ops: Iterable[Op]) -> list[str]:
-    """Return conditions on ``s0[0]`` and the like that calls of a graph must meet."""
+def limits(graph: fx.Graph, ops: Iterable[Op]) -> list[Condition]:
+    """Return conditions on sizes that calls of a graph must meet."""
     known: dict[str, str] = {}
     for i, node in enumerate(graph.find_nodes(op="placeholder")):
         for d, size in enumerate(node.meta["sizes"] or ()):
@@ -87,4 +88,4 @@ def limits(graph: fx.Graph, ops: Iterable[Op]) -> list[str]:
         if symbols and symbols <= known.keys() and not re.search(r"[A-Za-z_]{2,}", text):
             sizes = _SYMBOL.sub(lambda match: known[match[0]], text)
             found[f"{sizes} <= {long.largest}"] = None
-    return list(found)
+    return [Condition.parse(text) for text in found]

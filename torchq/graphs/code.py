@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
-from torchq.convert.graph_data import graph_of, plain_nodes
+from torchq.graphs.data import graph_of, plain_nodes
 
 
 def is_exported(module: nn.Module) -> bool:

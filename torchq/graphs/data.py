@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A graph as data that pickle takes."""
+"""A graph as data that pickle takes.
+
+Note [Overloads]
+The ops that graphs call are overloads, such as ``torch.ops.aten.index.Tensor``. The packet
+``aten.index`` tries its overloads one after the other in each call. For each that does not fit,
+PyTorch writes the arguments into the message of an error that nobody reads. That takes milliseconds
+where they are tensors. TorchScript takes packets only: it chooses their overloads once.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +28,8 @@ _NAMESPACES: dict[str, Any] = {
 _OWN = ("embedding", "embedding_bag")
 """Ops of torchq that a float graph calls: their modules are there when it is captured."""
 _PYTHON = (int, float, max, min, abs, len)
+_SIZES = ("size", "numel", "item", "dim")
+_TENSOR = torch.empty(0, dtype=torch.float32, device="meta")
 _REFUSED = ("call", "methodcaller", "attrgetter", "itemgetter", "delitem", "from_file", "save")
 
 
@@ -43,36 +52,50 @@ NAMES = {id(function): name for name, function in reversed(BY_NAME.items())}
 
 
 def name_of(function: Any) -> str | None:
-    """Return the name that a stored graph has for a function; None for one it may not call."""
-    if isinstance(function, torch._ops.OpOverload) and function.namespace == "aten":
-        function = function.overloadpacket
+    """Return the name of a function in a stored graph: ``torch.relu``, ``aten::index.Tensor``."""
+    if isinstance(function, torch._ops.OpOverload):
+        return f"{function.overloadpacket._qualified_op_name}.{function._overloadname}"
     if isinstance(function, torch._ops.OpOverloadPacket):
         return str(function._qualified_op_name)
     return NAMES.get(id(function))
 
 
-def is_known(name: str) -> bool:
-    """Return whether there is a function of such a name."""
+def _function(name: str) -> Callable[..., Any]:
     library, _, own = name.rpartition("::")
-    if library == "aten":
-        return own not in _REFUSED and hasattr(torch.ops.aten, own)
-    if library == "torchq":
-        return own in _OWN
-    return name in BY_NAME
+    if not library:
+        return BY_NAME[name]
+    own, _, overload = own.partition(".")
+    packet: Callable[..., Any] = getattr(getattr(torch.ops, library), own)
+    return getattr(packet, overload) if overload else packet
 
 
-def by_name(name: str) -> Callable[..., Any]:
-    """Return the function of such a name.
+def with_overloads(graph: fx.Graph) -> fx.Graph:
+    """Return the graph; the packets in it become overloads, which PyTorch chooses for its values.
 
-    Raises:
-        KeyError: there is none, or it is of another library.
+    Files of earlier versions name packets: see Note [Overloads].
     """
-    if not is_known(name):
-        raise KeyError(name)
-    library, _, own = name.rpartition("::")
-    if library:
-        return getattr(getattr(torch.ops, library), own)  # type: ignore[no-any-return]
-    return BY_NAME[name]
+    numbers: set[fx.Node] = set()
+    for node in graph.nodes:
+        sources = node.all_input_nodes
+        of_python = not NAMES.get(id(node.target), "torch.").startswith(("torch.", "nn."))
+        of_numbers = of_python and sources and numbers.issuperset(sources)
+        if of_numbers or (node.op == "call_method" and node.target in _SIZES):
+            numbers.add(node)
+        elif isinstance(node.target, torch._ops.OpOverloadPacket):
+            examples: Any = fx.node.map_arg(
+                (node.args, node.kwargs), lambda value: 1 if value in numbers else _TENSOR
+            )
+            node.target = _overload(node.target, *examples)
+    return graph
+
+
+def _overload(packet: Any, args: Any, kwargs: Any) -> Any:
+    """Return the overload for such arguments; the packet if none fits, whose call says so."""
+    try:
+        name = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
+    except RuntimeError:
+        return packet
+    return getattr(packet, name)
 
 
 @dataclass(frozen=True)
@@ -107,7 +130,7 @@ def graph_of(plain: list[tuple[Any, ...]]) -> fx.Graph:
 
     for op, node_name, target, args, kwargs, meta, kind in plain:
         args, kwargs = (fx.node.map_aggregate(a, resolve) for a in (args, kwargs))
-        target = by_name(target.name) if isinstance(target, _Ref) else target
+        target = _function(target.name) if isinstance(target, _Ref) else target
         node = graph.create_node(op, target, args, kwargs, name=node_name, type_expr=kind)
         nodes[node_name] = node
         for key, value in meta.items():

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuses to convert what calibration did not reach, or what was never calibrated."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from torchq.convert.dispatch import Dispatch, dispatches
+from torchq.convert.prepared import Prepared
+from torchq.convert.rows import joined
+from torchq.convert.swap.observed import ObservedLeaf
+from torchq.nn.observers import observers
+
+
+def check_has_data(prepared: nn.Module, op: str = "convert") -> None:
+    """Raise RuntimeError where nothing was recorded, and something has to be.
+
+    ``quantize`` without data raises TypeError.
+    """
+    graphs = dispatches(prepared)
+    leaves = [leaf for leaf in prepared.modules() if isinstance(leaf, ObservedLeaf)]
+    samples = [sample for each in graphs for sample in each.graph.samples]  # type: ignore[union-attr]
+    samples += [leaf.sample for leaf in leaves if leaf.sample is not None]
+    found = [*observers(prepared).values(), *samples]
+    called = any(each.graph_calls or each.own_calls for each in graphs)
+    if found and not called and not any(one.calibrated for one in found):
+        if op == "quantize":
+            raise TypeError(
+                "torchq.quantize: data must be batches to calibrate with, got None, and a model "
+                "that has static layers. Pass a list of batches, or QConfig(dynamic=True)."
+            )
+        raise RuntimeError(
+            f"torchq.{op}: prepared must be calibrated, got a model that has seen no data. Call "
+            "torchq.calibrate(prepared, batches) first, with batches as the model is called with."
+        )
+
+
+def check_calibrated(dispatch: Dispatch) -> None:
+    """Raise RuntimeError where every call of calibration ran the module's own code."""
+    assert isinstance(dispatch.graph, Prepared)
+    observers = [*dispatch.graph.observers, *dispatch.graph.samples]
+    seen = dispatch.graph_calls or any(observer.calibrated for observer in observers)
+    if observers and not seen:
+        where = f"'{dispatch.name}'" if dispatch.name else "the model"
+        raise RuntimeError(
+            f"torchq.convert: calibration must reach the graph of {where}, got no call that meets "
+            f"its guards: {joined(dispatch.conditions())}. Give torchq.prepare "
+            "example_inputs that are like the data, or torchq.calibrate more data."
+        )

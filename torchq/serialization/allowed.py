@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one list of what the graph of a file may call.
+
+Each function is pure, and safe for tensors and numbers of any values: torch checks sizes and
+indices, or this file does. Not in the list: what reads memory that nobody wrote (``empty``), draws
+random numbers, or takes strides, indices or offsets without a check.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import re
+from collections.abc import Callable
+from types import BuiltinFunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchq.capture.patterns import BY_NAME
+from torchq.capture.rewrites import NUMBERS
+
+_MORE = {
+    "functions of each element": (
+        "acos acosh addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not "
+        "bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift "
+        "complex copysign cosh deg2rad eq erfc exp2 floor_divide fmax fmin "
+        "fmod frac ge greater greater_equal gt heaviside imag isclose isfinite isinf isnan le "
+        "less less_equal lerp logaddexp logaddexp2 logical_and logical_not logical_or logical_xor "
+        "logit lt masked_fill maximum minimum nan_to_num ne negative not_equal polar positive "
+        "rad2deg real relu6 remainder sgn sinc sinh tan trunc view_as_complex view_as_real where "
+        "xlogy "
+    ),
+    "reductions, and functions of a row": (
+        "all amax amin aminmax any argmax argmin argsort count_nonzero cummax cummin cumprod "
+        "cumsum diff linalg_norm linalg_vector_norm logcumsumexp logsumexp max median min norm "
+        "prod sort std std_mean sum topk var var_mean "
+    ),
+    "products": (
+        "addbmm addmv addr baddbmm cdist cosine_similarity cross dot ger kron linalg_cross mv "
+        "outer "
+    ),
+    "views, and what moves elements": (
+        "adjoint alias broadcast_tensors clone detach diag_embed diagonal dim dstack gather "
+        "hstack index_add index_copy index_fill index_put is_floating_point isin item mH "
+        "masked_scatter masked_select meshgrid nonzero one_hot ravel rot90 scatter scatter_add "
+        "scatter_reduce searchsorted bucketize select_scatter slice_scatter stack take_along_dim "
+        "to tril triu type_as vstack "
+    ),
+    "what makes tensors": (
+        "arange eye full full_like linspace new_full new_ones new_zeros ones ones_like "
+        "scalar_tensor tril_indices triu_indices zeros zeros_like "
+    ),
+    "layers": (
+        "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d affine_grid_generator col2im "
+        "glu grid_sampler grid_sampler_2d grid_sampler_3d max_pool1d_with_indices "
+        "max_pool2d_with_indices max_pool3d_with_indices native_batch_norm native_group_norm "
+        "native_layer_norm reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d "
+        "replication_pad2d replication_pad3d upsample_bicubic2d "
+    ),
+    "private names, which torch.export writes for operators and for antialiased interpolation": (
+        "__and__ __or__ __xor__ __lshift__ __rshift__ "
+        "_upsample_bilinear2d_aa _upsample_bicubic2d_aa "
+    ),
+}
+"""Beside the table of capture/patterns.py: why they are here, and their names."""
+_LESS = {
+    "repeat_interleave.Tensor": "the sum of its repeats may overflow, and it writes by them",
+    "repeat_interleave.self_Tensor": "the same",
+}
+"""Overloads that are not safe, though their names are in the table, and why."""
+_REPLACED = {"new_empty": "new_zeros", "empty": "zeros", "empty_like": "zeros_like"}
+"""Names in files of earlier versions: these read memory that nobody wrote."""
+OWN = ("embedding", "embedding_bag")
+"""Ops of torchq that a float graph calls; their modules are there when it is captured."""
+
+DTYPES = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn}
+    | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16}
+    | {torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.float8_e5m2}
+)
+_TYPES = {"Tensor", "number", "int", "float", "bool", "str", "ScalarType", "MemoryFormat"}
+_UNSET = {"Layout", "Device", "Generator"}
+"""Types of arguments that a file cannot give."""
+
+
+def _plain(kind: str) -> str:
+    """Return a type without ``Optional`` and ``List``."""
+    return re.sub(r"Optional\[|List\[|\]", "", kind)
+
+
+def _is_safe(overload: Any) -> bool:
+    """Return whether a schema tells of a pure function of tensors, numbers and words."""
+    schema = overload._schema
+    for argument in schema.arguments:
+        kind = _plain(str(argument.real_type))
+        if kind not in _TYPES and not (kind in _UNSET and argument.has_default_value()):
+            return False
+    results = all(_plain(str(r.real_type)) in _TYPES for r in schema.returns)
+    tensors = [*schema.arguments, *schema.returns]
+    of_tensors = any(_plain(str(each.real_type)) == "Tensor" for each in tensors)
+    return results and of_tensors and not schema.is_mutable
+
+
+@functools.cache
+def schemas(name: str) -> dict[str, Any]:
+    """Return the schemas of a function of ATen that a file may call, by overload."""
+    packet = getattr(torch.ops.aten, name, None) if name in _NAMES else None
+    found = {} if packet is None else {own: getattr(packet, own) for own in packet.overloads()}
+    return {
+        own: overload._schema
+        for own, overload in found.items()
+        if f"{name}.{own}" not in _LESS and _is_safe(overload)
+    }
+
+
+_NAMES = frozenset({*BY_NAME, *(name for names in _MORE.values() for name in names.split())})
+
+
+def embedding_bag(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As torch.embedding_bag, with the checks that nn.functional makes, and more.
+
+    TorchScript compiles it. torch reads beyond its tensors without them.
+
+    Raises:
+        ValueError: indices or offsets are beyond the weight or the indices.
+    """
+    count = indices.numel()
+    known = weight.dim() == 2 and indices.dim() == 1 and offsets.dim() == 1 and offsets.numel() > 0
+    known = known and indices.dtype == offsets.dtype and mode >= 0 and mode <= 2
+    known = known and (indices.dtype == torch.int64 or indices.dtype == torch.int32)
+    if known:
+        ends = torch.cat([offsets, torch.full_like(offsets[:1], count)])
+        known = int(offsets[0]) == 0 and bool((ends[1:] >= ends[:-1]).all())
+        known = known and (not include_last_offset or int(offsets[-1]) == count)
+    if known and count > 0:
+        known = int(indices.min()) >= 0 and int(indices.max()) < weight.size(0)
+    if known and per_sample_weights is not None:
+        known = per_sample_weights.shape == indices.shape and mode == 0
+        known = known and per_sample_weights.dtype == weight.dtype
+    if not known:
+        raise ValueError(
+            "torchq.load: indices and offsets of the graph's embedding_bag must be within its "
+            "weight, got others. Check the source."
+        )
+    if padding_idx is None:
+        return torch.embedding_bag(
+            weight, indices, offsets, scale_grad_by_freq, mode, sparse, per_sample_weights,
+            include_last_offset,
+        )  # fmt: skip
+    return torch.embedding_bag(
+        weight, indices, offsets, scale_grad_by_freq, mode, sparse, per_sample_weights,
+        include_last_offset, padding_idx,
+    )  # fmt: skip
+
+
+_CHECKED: dict[str, Callable[..., Any]] = {"embedding_bag": embedding_bag}
+"""Functions of ATen that trust indices, and those that take their places."""
+
+# Names in files, and what they stand for
+
+PYTHON: dict[str, Callable[..., Any]] = {
+    **{f"operator.{f.__name__}": f for f in (
+        operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv,
+        operator.mod, operator.pow, operator.neg, operator.pos, operator.abs, operator.eq,
+        operator.ne, operator.lt, operator.le, operator.gt, operator.ge, operator.and_,
+        operator.or_, operator.xor, operator.not_, operator.getitem,
+    )},
+    **{f"math.{f.__name__}": f for f in (
+        math.floor, math.ceil, math.trunc, math.fabs, math.sqrt, math.exp, math.log, math.log2,
+        math.log10, math.sin, math.cos, math.tan, math.asin, math.acos, math.atan, math.sinh,
+        math.cosh, math.tanh, math.pow, math.isfinite, math.isnan,
+    )},
+    **{f.__name__: f for f in (int, float, max, min, abs, len)},
+    "torch._assert": torch._assert,
+}  # fmt: skip
+"""Functions of numbers, and two that read tensors: an item, and a check."""
+_PYTHON_NAMES = {function: name for name, function in PYTHON.items()}
+
+
+def name_of(target: Any, op: str = "call_function") -> str | None:
+    """Return the name that a file has for what a node calls; None for what it may not call."""
+    target = NUMBERS.get(target, target) if op == "call_function" else target
+    if op == "call_method":
+        name = f"Tensor.{target}"
+    elif isinstance(target, torch._ops.OpOverload):
+        schema = target._schema
+        name = f"{schema.name}.{schema.overload_name or 'default'}"
+    elif isinstance(target, torch._ops.OpOverloadPacket):
+        name = str(target._qualified_op_name)
+    elif target in _PYTHON_NAMES:
+        name = _PYTHON_NAMES[target]
+    elif target in _CHECKED.values():
+        name = f"torch.{target.__name__}"
+    else:
+        own = str(getattr(target, "__name__", ""))
+        found = (p for p, owner in _OWNERS.items() if getattr(owner, own, None) is target)
+        name = f"{next(found, '')}.{own}"
+    return name if is_known(name) else None
+
+
+_OWNERS: dict[str, Any] = {"torch": torch, "nn": torch._C._nn, "Tensor": Tensor}
+
+
+def is_known(name: str) -> bool:
+    """Return whether a file may call a function of such a name."""
+    return name in PYTHON or bool(schemas_of(name))
+
+
+@functools.cache
+def schemas_of(name: str) -> tuple[Any, ...]:
+    """Return the schemas that a call by such a name may have; none for other names."""
+    library, _, own = name.rpartition("::")
+    if library == "aten":
+        base, _, overload = own.partition(".")
+        found = schemas(_REPLACED.get(base, base))
+        return tuple(found.values()) if not overload else tuple(_one(found, overload))
+    if library == "torchq":
+        packet = getattr(torch.ops.torchq, own.removesuffix(".default"), None)
+        known = own.removesuffix(".default") in OWN
+        return (packet.default._schema,) if known else ()  # type: ignore[union-attr]
+    owner, _, own = name.rpartition(".")
+    own = _REPLACED.get(own, own)
+    function = getattr(_OWNERS[owner], own, None) if owner in _OWNERS else None
+    of_c = owner == "Tensor" or isinstance(function, BuiltinFunctionType)
+    return tuple(schemas(own).values()) if function is not None and of_c else ()
+
+
+def _one(found: dict[str, Any], overload: str) -> list[Any]:
+    return [found[overload]] if overload in found else []
+
+
+def by_name(name: str) -> tuple[str, Any]:
+    """Return kind and target of the nodes that call a function of this name, which is known."""
+    if name in PYTHON:
+        return "call_function", PYTHON[name]
+    library, _, own = name.rpartition("::")
+    base, _, overload = own.partition(".")
+    if library == "aten" and base in _CHECKED:
+        return "call_function", _CHECKED[base]
+    if library:
+        packet = getattr(getattr(torch.ops, library), _REPLACED.get(base, base))
+        return "call_function", getattr(packet, overload) if overload else packet
+    owner, _, own = name.rpartition(".")
+    own = _REPLACED.get(own, own)
+    if own in _CHECKED:
+        return "call_function", _CHECKED[own]
+    if owner == "Tensor":
+        return "call_method", own
+    return "call_function", getattr(_OWNERS[owner], own)

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks each call in the graph of a file: its function, the kinds of its arguments, its numbers.
+
+Kinds are known without running the graph. A number never grows beyond a bound, since the sizes of
+Python's integers have none: forty products of a number with itself would never end.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchq.serialization.allowed import DTYPES, PYTHON, is_known, schemas_of
+
+
+class Kind(enum.Enum):
+    """Kinds of values that a node gives."""
+
+    TENSOR = "a tensor"
+    NUMBER = "a number"
+    PARTS = "a list of tensors"
+    RESULT = "a tensor or a list of tensors, from a module"
+    MODULE = "a module"
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Facts about a node: its kind, and the bits that an integer needs at most."""
+
+    kind: Kind
+    bits: int = 64
+
+
+TENSOR, RESULT, MODULE = Fact(Kind.TENSOR), Fact(Kind.RESULT), Fact(Kind.MODULE)
+_MOST_BITS = 1 << 14
+_LARGEST_SIZE = 1 << 31  # in a list: a size, a kernel or a step
+_FLOAT_BITS = 1024  # of an integer that a float stands for
+_WORDS = {
+    *("floor", "trunc", "none", "tanh", "constant", "reflect", "replicate", "circular", "same"),
+    *("valid", "ij", "xy", "mean", "sum", "prod", "amax", "amin", "left", "right", "fro", "nuc"),
+    *("bilinear", "nearest", "bicubic", "zeros", "border", "reflection", "linear", "lower"),
+}
+_EQUATION = re.compile(r"[A-Za-z., >-]{1,200}")
+
+
+def _is_scale(value: Any) -> bool:
+    """Return whether it is a factor of sizes; indices made by others leave the tensor."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return all(v is None or (isinstance(v, int | float) and 2**-20 <= v <= 2**20) for v in values)
+
+
+_ARGUMENTS: dict[tuple[str, str], Callable[[Any], bool]] = {
+    # with these, they write to the running statistics that they are given
+    ("batch_norm", "training"): lambda value: value is False,
+    ("native_batch_norm", "training"): lambda value: value is False,
+    ("instance_norm", "running_mean"): lambda value: value is None,
+    ("instance_norm", "running_var"): lambda value: value is None,
+    # random numbers
+    ("scaled_dot_product_attention", "dropout_p"): lambda value: value == 0,
+    # bytes that are neither 0 nor 1 are no values of bool
+    ("view", "dtype"): lambda value: value is not torch.bool,
+    ("einsum", "equation"): lambda value: bool(_EQUATION.fullmatch(value)),
+}
+"""Arguments that must be of the file, not computed, and have values for which this holds."""
+_SCALES = re.compile(r"scales?_?[dhw]?|scale_factors?")
+
+
+class Checker:
+    """Knows the nodes of a graph so far."""
+
+    def __init__(self) -> None:
+        """Start without nodes."""
+        self.facts: dict[fx.Node, Fact] = {}
+
+    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fact:
+        """Return what a call gives.
+
+        Raises:
+            ValueError: a file may not call this function so.
+        """
+        fact = None
+        if name in PYTHON and not kwargs:
+            fact = self._of_python(name, args)
+        elif name not in PYTHON:
+            fitting = (s for s in schemas_of(name) if self._fits_schema(s, args, kwargs))
+            found = next(fitting, None)
+            fact = None if found is None else _result(found)
+        if fact is None or fact.bits > _MOST_BITS:
+            why = "with other arguments than it has" if is_known(name) else "which is not allowed"
+            raise ValueError(
+                "torchq.load: the file's graph must call functions of torch with tensors and "
+                f"numbers, got '{name[:100]}' {why}. Was it written by torchq.save?"
+            )
+        return fact
+
+    # Functions of Python
+
+    def _of_python(self, name: str, args: tuple[Any, ...]) -> Fact | None:
+        if name == "torch._assert":
+            fine = len(args) == 2 and self._is(args[0], Kind.NUMBER, Kind.TENSOR)
+            return Fact(Kind.NUMBER) if fine and type(args[1]) is str else None
+        if name == "operator.getitem":
+            return self._item(*args) if len(args) == 2 else None
+        if name == "len":
+            return Fact(Kind.NUMBER) if len(args) == 1 and self._node(args[0]) else None
+        of_tensors = name.startswith("operator.") or name == "abs"
+        kinds = (Kind.NUMBER, Kind.TENSOR) if of_tensors else (Kind.NUMBER,)
+        if not args or not all(self._is(a, *kinds) for a in args):
+            return None
+        if any(self._node(a) and self._is(a, Kind.TENSOR) for a in args):
+            return TENSOR
+        bits = self._bits(name, args)
+        return None if bits is None else Fact(Kind.NUMBER, bits)
+
+    def _bits(self, name: str, args: tuple[Any, ...]) -> int | None:
+        """Return the bits of a result of numbers; None where it has no bound."""
+        given = [self._bits_of(a) for a in args]
+        if name in ("operator.add", "operator.sub"):
+            return max(given) + 1
+        if name == "operator.mul":
+            return sum(given)
+        if name == "operator.pow":
+            power = args[1] if len(args) == 2 else None
+            small = isinstance(power, int | float) and abs(power) <= 8
+            return given[0] * max(1, -int(-abs(power) // 1)) if small else None  # type: ignore[arg-type]
+        if name in ("int", "math.floor", "math.ceil", "math.trunc"):
+            return max(_FLOAT_BITS, *given)
+        return max(given)
+
+    def _bits_of(self, value: Any) -> int:
+        if isinstance(value, fx.Node):
+            return self.facts[value].bits
+        return value.bit_length() if isinstance(value, int) else _FLOAT_BITS
+
+    def _item(self, source: Any, index: Any) -> Fact | None:
+        """Return what an item is; indices are checked when the graph runs."""
+        if not self._node(source) or not self._is_index(index):
+            return None
+        kind = self.facts[source].kind
+        if kind is Kind.PARTS:
+            return Fact(Kind.PARTS if isinstance(index, slice) else Kind.TENSOR)
+        return self.facts[source] if kind in (Kind.TENSOR, Kind.RESULT) else None
+
+    def _is_index(self, index: Any) -> bool:
+        if isinstance(index, tuple | list):
+            return all(map(self._is_index, index))
+        if isinstance(index, slice):
+            ends = index.start, index.stop, index.step
+            return all(end is None or self._is_int(end) for end in ends)
+        fixed = index is None or index is ...
+        return fixed or self._is_int(index) or self._is(index, Kind.TENSOR, Kind.RESULT)
+
+    # Functions of torch
+
+    def _fits_schema(self, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        positional = [a.name for a in schema.arguments if not a.kwarg_only]
+        given = dict(zip(positional, args, strict=False))
+        named = {"self" if name == "input" and "self" in positional else name: value
+                 for name, value in kwargs.items()}  # fmt: skip
+        if len(args) > len(positional) or given.keys() & named.keys():
+            return False
+        given |= named
+        known = {a.name for a in schema.arguments}
+        base = schema.name.partition("::")[2]
+        if given.get("rounding_mode") == "trunc" and not self._is_divisor(given["other"]):
+            return False
+        return known.issuperset(given) and all(
+            self._fits(given[a.name], str(a.real_type), base, a.name)
+            if a.name in given
+            else a.has_default_value()
+            for a in schema.arguments
+        )
+
+    def _is_divisor(self, value: Any) -> bool:
+        """Return whether it is a number of the file but -1: the least integer ends the process."""
+        return _is_number(value) and value != -1
+
+    def _fits(self, value: Any, kind: str, base: str, name: str) -> bool:
+        """Return whether an argument of a call fits its type, and what torch does not check."""
+        if kind.startswith("Optional["):
+            kind = kind[len("Optional[") : -1]
+            if value is None:
+                return True
+        literal = _ARGUMENTS.get((base, name))
+        if literal is not None and (isinstance(value, fx.Node) or not literal(value)):
+            return False
+        if "upsample" in base and _SCALES.fullmatch(name) and not _is_scale(value):
+            return False
+        return self._is_of(value, kind)
+
+    def _is_of(self, value: Any, kind: str) -> bool:
+        if kind.startswith("List["):
+            return self._is_list(value, kind[len("List[") : -1])
+        if kind == "Tensor":
+            return self._is(value, Kind.TENSOR, Kind.RESULT, Kind.NUMBER)
+        if kind == "int":
+            return self._is_int(value)
+        if kind in ("number", "float"):
+            return self._is(value, Kind.NUMBER)
+        if kind == "bool":
+            return type(value) is bool
+        if kind == "str":
+            return type(value) is str and (value in _WORDS or bool(_EQUATION.fullmatch(value)))
+        if kind == "ScalarType":
+            return isinstance(value, torch.dtype) and value in DTYPES
+        return kind == "MemoryFormat" and isinstance(value, torch.memory_format)
+
+    def _is_list(self, value: Any, kind: str) -> bool:
+        if kind.startswith("Optional["):
+            kind = kind[len("Optional[") : -1]
+            value = [v for v in value if v is not None] if _is_list(value) else value
+        if _is_list(value):
+            small = kind != "int" or all(abs(v) <= _LARGEST_SIZE for v in value if type(v) is int)
+            return small and all(self._is_of(v, kind) for v in value)
+        if kind == "Tensor":
+            return self._is(value, Kind.PARTS, Kind.RESULT) and self._node(value)
+        return self._is_of(value, kind)
+
+    # Values
+
+    def _node(self, value: Any) -> bool:
+        return isinstance(value, fx.Node)
+
+    def _is(self, value: Any, *kinds: Kind) -> bool:
+        """Return whether a node, or a number of the file, is of one of these kinds."""
+        if isinstance(value, fx.Node):
+            return self.facts[value].kind in kinds
+        return Kind.NUMBER in kinds and _is_number(value)
+
+    def _is_int(self, value: Any) -> bool:
+        return self._is(value, Kind.NUMBER) and not isinstance(value, float | complex)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float | complex) or (
+        isinstance(value, int) and -(2**63) <= value < 2**64
+    )
+
+
+def _result(schema: Any) -> Fact:
+    kinds = [str(result.real_type) for result in schema.returns]
+    if len(kinds) > 1 or kinds[0].startswith("List["):
+        return Fact(Kind.PARTS)
+    return TENSOR if kinds[0] == "Tensor" else Fact(Kind.NUMBER)
+
+
+def are_values(values: Any) -> bool:
+    """Return whether a module may be called with these."""
+    if isinstance(values, list | tuple):
+        return all(map(are_values, values))
+    plain = values is None or isinstance(values, bool | int | float | str)
+    return plain or isinstance(values, fx.Node)

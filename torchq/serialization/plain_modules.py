@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Float modules that a graph calls and a file can hold without the model: recurrent ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+_NETWORK = {
+    "input_size": int,
+    "hidden_size": int,
+    "num_layers": int,
+    "bias": bool,
+    "batch_first": bool,
+    "dropout": float,
+    "bidirectional": bool,
+}
+_CELL = {"input_size": int, "hidden_size": int, "bias": bool}
+_FIELDS: dict[type[nn.Module], dict[str, type]] = {
+    nn.LSTM: {**_NETWORK, "proj_size": int},
+    nn.GRU: _NETWORK,
+    nn.RNN: {**_NETWORK, "nonlinearity": str},
+    nn.LSTMCell: _CELL,
+    nn.GRUCell: _CELL,
+    nn.RNNCell: {**_CELL, "nonlinearity": str},
+}
+"""Class -> its options, which a file may name."""
+_CLASSES = {cls.__name__: cls for cls in _FIELDS}
+
+
+def describe_plain(module: nn.Module) -> dict[str, Any] | None:
+    """Return what :func:`plain_module` takes; None for any other module."""
+    fields = _FIELDS.get(type(module))
+    hooked = bool(module._forward_hooks or module._forward_pre_hooks)
+    if fields is None or hooked or len(module._modules) > 0:
+        return None
+    given = {name: kind(getattr(module, name)) for name, kind in fields.items()}
+    return {"class": type(module).__name__, "fields": given}
+
+
+def plain_module(plain: dict[str, Any], state: Mapping[str, Tensor]) -> nn.Module:
+    """Return a module of torch.nn, its tensors still to be loaded.
+
+    Args:
+        plain: from :func:`describe_plain`.
+        state: the module's tensors in the file. They limit the number of layers.
+
+    Raises:
+        ValueError: it is another class, or its options are others.
+    """
+    cls = _CLASSES.get(plain["class"])
+    fields = {} if cls is None else _FIELDS[cls]
+    given = {name: value for name, value in plain["fields"].items() if name in fields}
+    fits = all(
+        type(v) is fields[k] or (fields[k], type(v)) == (float, int) for k, v in given.items()
+    )
+    layers = given.get("num_layers", 1)
+    if cls is None or given.keys() != fields.keys() or not fits or not 0 < layers <= len(state):
+        raise ValueError(
+            "torchq.load: the file's float modules must be recurrent ones of torch.nn, got "
+            f"'{str(plain['class'])[:60]}'. Was it written by torchq.save?"
+        )
+    return cls(**given, device="meta").eval()

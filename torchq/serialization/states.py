@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the tensors of a file to modules; each step takes time in proportion to the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchq.functional.placeholders import replaced_placeholders, take
+from torchq.nn.module import QModule, read_spec
+
+State = Mapping[str, Tensor]
+
+
+def under(name: str, key: str) -> str:
+    """Return the name that something of a module has in the state of the model."""
+    return f"{name}.{key}" if name else key
+
+
+def inside(state: State, prefix: str) -> dict[str, Tensor]:
+    """Return the tensors whose names begin so, by the rest of their names."""
+    start = f"{prefix}." if prefix else ""
+    return {key[len(start) :]: value for key, value in state.items() if key.startswith(start)}
+
+
+def outer_of(name: str, modules: Mapping[str, nn.Module]) -> str | None:
+    """Return the shortest of these names that a name is, or begins with."""
+    parts = name.split(".")
+    starts = ("", *(".".join(parts[:i]) for i in range(1, len(parts) + 1)))
+    return next((start for start in starts if start in modules), None)
+
+
+def quantized_modules(state: dict[str, Tensor]) -> dict[str, nn.Module]:
+    """Return name -> quantized module, from the specs in a state.
+
+    Raises:
+        ValueError: a spec is not of torchq, or the specs ask for more memory than the file has.
+    """
+    modules: dict[str, nn.Module] = {}
+    made: dict[int, nn.Module] = {}  # of a spec: a module that has several names is one
+    # Outer modules first: a quantized module may itself hold one.
+    for name in sorted(_with_spec(state), key=lambda name: name.count(".") + bool(name)):
+        spec = state[under(name, "spec")]
+        module = made.get(id(spec))
+        if module is None:
+            with replaced_placeholders():
+                module = made[id(spec)] = build(read_spec(spec))
+            take(_fill(module, state, name))
+        outer = outer_of(name, modules)
+        if outer is None:
+            modules[name] = module
+        else:
+            _put(modules[outer], name[len(outer) + bool(outer) :], module)
+    return modules
+
+
+def _with_spec(state: State) -> Iterator[str]:
+    return (k.removesuffix("spec").rstrip(".") for k in state if f".{k}".endswith(".spec"))
+
+
+def _put(outer: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in the place of a part of a quantized one.
+
+    Raises:
+        ValueError: there is no such part.
+    """
+    parent, _, own = name.rpartition(".")
+    owner = outer.get_submodule(parent)
+    empty = vars(owner).get(own, owner) is None and not own.startswith("_")
+    if own not in owner._modules and not empty:
+        raise ValueError(
+            f"torchq.load: the parts of {type(outer).__name__} must be its own, got '{name[:60]}'. "
+            "Was it written by torchq.save?"
+        )
+    setattr(owner, own, module)
+
+
+def _fill(module: nn.Module, state: State, name: str) -> int:
+    """Give a module the tensors of a state, before the next one takes memory for its own.
+
+    What does not fit stays for ``load_state_dict`` to refuse.
+
+    Returns:
+        Bytes of placeholders that stay.
+    """
+    stay = sum(own.nbytes for child in module.children() for own in child.buffers())
+    for key, own in module._buffers.items():
+        if own is None or key == "spec" or key in module._non_persistent_buffers_set:
+            continue
+        given = state.get(under(name, key))
+        if given is not None and (own.shape, own.dtype) == (given.shape, given.dtype):
+            module._buffers[key] = given
+        else:
+            stay += own.nbytes
+    return stay
+
+
+def build(spec: dict[str, Any]) -> QModule:
+    """Build a quantized module of this spec, its tensors still to be loaded."""
+    name = spec["class"]
+    if name not in QModule.registry:
+        raise ValueError(
+            f"torchq.load: the spec's class must be one of {sorted(QModule.registry)}, got "
+            f"'{name}'. The file was written by another version of torchq: quantize the model "
+            "again, and save it with this one."
+        )
+    return QModule.registry[name].from_spec(spec)
