@@ -14,7 +14,7 @@ from torchq.attributes.json_text import read_json
 from torchq.graphs.module import QuantizedGraph
 from torchq.nn.module import QModule, text_bytes
 from torchq.serialization.allowed import DTYPES, by_name, name_of
-from torchq.serialization.conditions import is_name, is_path
+from torchq.serialization.conditions import is_name, is_path, is_variable
 from torchq.serialization.graph_checks import MODULE, RESULT, TENSOR, Checker, Fact, are_values
 from torchq.serialization.plain_modules import describe_plain
 
@@ -120,6 +120,7 @@ class _Reader:
         self.graph, self.checker = fx.Graph(), Checker()
         self.nodes: dict[str, fx.Node] = {}
         self.owned: dict[str, Any] = {}
+        self.inputs = set[str]()
 
     def add(self, op: str, name: str, target: str, args: Any, kwargs: Any, *more: Any) -> None:
         """Append a node."""
@@ -132,6 +133,7 @@ class _Reader:
         else:
             fact = _fact_of(op, bool(more))
             self._own(op, target, more)
+            self.inputs |= {target} if op == "placeholder" else set()
             self._check_values(op, *values)
         node = self.graph.create_node(op, target, *values, name=name)
         self.nodes[name], self.checker.facts[node] = node, fact
@@ -146,9 +148,9 @@ class _Reader:
     def _check_names(self, op: str, name: str, target: Any, kwargs: dict[str, Any]) -> None:
         """Refuse names that would not be names in the code that torch.fx writes of a graph."""
         wrong = [key for key in kwargs if not is_name(key)]
-        if not is_name(name) or name in self.nodes:
+        if not is_variable(name) or name in self.nodes:
             wrong.append(name)
-        if op == "placeholder" and not is_name(target):
+        if op == "placeholder" and (not is_variable(target) or target in self.inputs):
             wrong.append(target)
         if op in ("get_attr", "call_module") and not is_path(target):
             wrong.append(target)
