@@ -185,7 +185,7 @@ def test_strict() -> None:
 
 def test_errors() -> None:
     model, data = build("eager_sequential")
-    with pytest.raises(RuntimeError, match="prepared must be calibrated.*torchq.calibrate"):
+    with pytest.raises(RuntimeError, match=r"prepared must be calibrated.*torchq.calibrate"):
         torchq.convert(torchq.prepare(model, data[0]))
     with pytest.raises(TypeError, match="got one Tensor"):
         torchq.quantize(model, data[0])

@@ -350,7 +350,7 @@ def test_errors_name_the_module(flow: str) -> None:
         FLOWS[flow].convert(prepared)
     with pytest.raises(ValueError, match=r"'lstm': src must be finite.*\{'lstm': None\}"):
         eager.calibrate(prepared, [(torch.full((1, 2, 12), torch.nan),)])
-    with pytest.raises(ValueError, match="'lsm' matches none. Did you mean 'lstm'"):
+    with pytest.raises(ValueError, match=r"'lsm' matches none. Did you mean 'lstm'"):
         FLOWS[flow].prepare(model, data[0], overrides={"lsm": None})
     with torch.no_grad():
         model.lstm.weight_hh_l0[0, 0] = torch.inf

@@ -175,7 +175,7 @@ def test_override_of_what_holds_layers(flow: Any) -> None:
     layer = layer.layer if isinstance(layer, tnn.QuantizedLeaf) else layer
     assert layer.packed().unpack().abs().max() == 63
     assert len(rows({"": None})[0]) > len(inside)
-    with pytest.raises(ValueError, match="'block3' matches none. Did you mean 'block"):
+    with pytest.raises(ValueError, match=r"'block3' matches none. Did you mean 'block"):
         flow.prepare(model, data[0], overrides={"block3": None})
 
 
