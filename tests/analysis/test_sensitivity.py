@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq.convert import trials
+from torchq.analysis import sensitivities
 
 
 class Residual(nn.Module):
@@ -121,13 +121,13 @@ def test_the_model_is_captured_and_calibrated_once(monkeypatch) -> None:
     model, data = nn.Sequential(*layers).eval(), [torch.randn(8, 16) for _ in range(20)]
     counts: dict[str, int] = {}
     for name in ("calibrate", "prepared_model"):
-        own = getattr(trials, name)
+        own = getattr(sensitivities, name)
 
         def counted(*args, own=own, name=name, **kwargs):
             counts[name] = counts.get(name, 0) + 1
             return own(*args, **kwargs)
 
-        monkeypatch.setattr(trials, name, counted)
+        monkeypatch.setattr(sensitivities, name, counted)
     runs = []
     monkeypatch.setattr(
         "torchq.analysis.sensitivities.call",

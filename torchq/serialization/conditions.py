@@ -6,6 +6,13 @@ from __future__ import annotations
 import keyword
 from typing import Any
 
+from torch import nn
+
+_OF_CODE = "self", "torch"
+"""Names that the code of a graph reads."""
+_OF_MODULES = vars(nn.Module()).keys()
+"""Names of what every module has, as ``_modules``."""
+
 
 def is_size(size: Any) -> bool:
     """Return whether it is a fixed size of a tensor, or None for a dynamic one."""
@@ -19,10 +26,16 @@ def is_option(name: Any, values: Any) -> bool:
 
 
 def is_name(name: Any) -> bool:
-    """Return whether generated code may have a variable of this name."""
+    """Return whether generated code may have an argument of this name."""
     return isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
+
+
+def is_variable(name: Any) -> bool:
+    """Return whether generated code may have a variable of this name, which hides no other."""
+    return is_name(name) and name not in _OF_CODE and not name.startswith("_torchq")
 
 
 def is_path(name: Any) -> bool:
     """Return whether generated code may quote the name of a module or tensor, as ``a-b.weight``."""
-    return isinstance(name, str) and name.isprintable() and not {'"', "\\"} & set(name)
+    quoted = isinstance(name, str) and name.isprintable() and not {'"', "\\"} & set(name)
+    return quoted and _OF_MODULES.isdisjoint(name.split("."))
