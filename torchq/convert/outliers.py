@@ -171,7 +171,8 @@ class Outliers:
             self.qparams[node] = self._prepared.qparams(node, within)
         low, high = before.min_value[large], before.max_value[large]
         self.beside[ends[0]] = self._of_range(hidden.first, low, high)
-        steps = torch.linspace(float(low.min()), float(high.max()), _STEPS, device="cpu")
+        steps = torch.linspace(0, 1, _STEPS, dtype=torch.float32, device="cpu")
+        steps = low.min() + (high.max() - low.min()) * steps
         clipped = self._clipped_off(hidden, steps)
         self.beside[ends[1]] = self._of_range(hidden.first, clipped, clipped)
         self.shared.add(hidden.first.srcs[0])

@@ -312,7 +312,8 @@ class QuantizedLeaf(Leaf, QModule):
             if factor is not None:
                 values = values * factor
         if self.quantize is not None:
-            ratios: Tensor = self.layer.src_scale / self.quantize.src_scale  # type: ignore[operator,arg-type]
+            step: Tensor = self.layer.src_scale  # type: ignore[assignment]
+            ratios = step / self.quantize.src_scale
             groups = self._groups
             by_group = [groups, self._shape[0] // groups] + self._shape[1:]  # noqa: RUF005
             columns = [groups, 1, -1] + [1] * (rank - 2)
