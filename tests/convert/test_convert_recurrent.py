@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import torchq
 from torchq import QConfig, eager
-from torchq.convert.rows import Row
+from torchq.report.rows import Row
 
 FLOWS = {"graph": torchq, "eager": eager}
 

@@ -18,17 +18,17 @@ from torchq.convert.api import calibrate, converted_model, prepared_model
 from torchq.convert.coarse import coarse_layers, without_coarse
 from torchq.convert.dispatch import dispatches
 from torchq.convert.lower import Lowering
-from torchq.convert.packed_weights import PackedWeights
 from torchq.convert.plan import Plan
 from torchq.convert.prepared import Prepared
-from torchq.convert.rows import Row
 from torchq.convert.self_contained import SELF_CONTAINED
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.nn.inputs import Inputs, batches, call, with_progress
 from torchq.nn.leaf import take_hooks
 from torchq.nn.model_state import as_before
 from torchq.nn.notebook import html_table
+from torchq.nn.packed_weights import PackedWeights
 from torchq.quantization.config import Overrides, QConfig, check_overrides, resolve
+from torchq.report.rows import Row
 
 _CALLS = 6
 """Calls of all trials together, for each batch. Calibrating one takes as long as three calls."""

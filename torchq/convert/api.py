@@ -23,12 +23,10 @@ from torchq.convert.converted_leaves import Source, converted_leaf
 from torchq.convert.dispatch import Dispatch, attach, dispatches
 from torchq.convert.fuse import Layer
 from torchq.convert.lower import Lowering
-from torchq.convert.packed_weights import PackedWeights
 from torchq.convert.parts import Part, Parts, find_parts
 from torchq.convert.plan import Plan
 from torchq.convert.prepared import Prepared, source_samples
 from torchq.convert.report import merged, report_rows
-from torchq.convert.rows import Row, Weight, check_patterns, check_strict
 from torchq.convert.self_contained import SELF_CONTAINED, converted
 from torchq.convert.sources import CHECKS, name_sources
 from torchq.convert.swap.checks import check_model, check_prepared
@@ -42,7 +40,9 @@ from torchq.graphs.code import as_module
 from torchq.nn.conversions import refusing_conversions
 from torchq.nn.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
 from torchq.nn.leaf import take_hooks
+from torchq.nn.packed_weights import PackedWeights
 from torchq.quantization.config import Overrides, QConfig
+from torchq.report.rows import Row, Weight, check_patterns, check_strict
 
 __all__ = ["calibrate", "convert", "converted_model", "prepare", "prepared_model", "quantize"]
 

@@ -7,9 +7,9 @@ from torch import nn
 
 from torchq.convert.dispatch import Dispatch, dispatches
 from torchq.convert.prepared import Prepared
-from torchq.convert.rows import joined
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.nn.observers import observers
+from torchq.report.rows import joined
 
 
 def check_has_data(prepared: nn.Module, op: str = "convert") -> None:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchq.convert.packed_weights import PackedWeights
 from torchq.convert.swap.observed import ObservedLeaf
+from torchq.nn.packed_weights import PackedWeights
 from torchq.quantization.config import QConfig
 from torchq.quantization.qparams import QParams, choose_qparams
 

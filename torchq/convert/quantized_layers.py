@@ -13,7 +13,6 @@ from torch import Tensor, fx, nn
 from torchq.attributes.post_ops import PostOps, foldable, post_ops_of
 from torchq.capture.ops import Role, append_clip
 from torchq.convert.fuse import Layer
-from torchq.convert.packed_weights import PackedWeights
 from torchq.nn.attention import QAttention
 from torchq.nn.batch_norm import channels, combined, fold_affines, with_bias
 from torchq.nn.binary import QAdd, QCat, QMul
@@ -21,6 +20,7 @@ from torchq.nn.float_modules import Add, Attention, Cat
 from torchq.nn.from_float import Pack, matmul_from_float, pool_from_float
 from torchq.nn.matmul import QMatMul
 from torchq.nn.module import QModule
+from torchq.nn.packed_weights import PackedWeights
 from torchq.nn.quantize import QLookup
 from torchq.nn.weight import QuantizedWeight
 from torchq.quantization.qparams import QParams

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from torchq.attributes.post_ops import PostOps
 from torchq.capture.module_kinds import MATMUL, RECURRENT
-from torchq.convert.rows import Row
 from torchq.functional.int4 import pack_linear_int4
 from torchq.functional.packing import pack_linear
 from torchq.nn import (
@@ -27,6 +26,7 @@ from torchq.nn.leaf import without_padding
 from torchq.nn.weight import packed_weight
 from torchq.quantization.config import QConfig
 from torchq.quantization.qparams import QParams
+from torchq.report.rows import Row
 
 LAYERS = (*MATMUL, *RECURRENT)
 

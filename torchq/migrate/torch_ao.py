@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.convert.dispatch import dispatches
-from torchq.convert.packed_weights import PackedWeights
 from torchq.migrate.ao_graph import AoGraph, Params, the_only
 from torchq.migrate.ao_modules import (
     DYNAMIC,
@@ -26,6 +25,7 @@ from torchq.migrate.leaves import report, static_leaf
 from torchq.nn.conversions import refusing_conversions
 from torchq.nn.inputs import Inputs, split_inputs, without_gradients, working_copy
 from torchq.nn.leaf import QuantizedLeaf
+from torchq.nn.packed_weights import PackedWeights
 from torchq.nn.trees import copied
 from torchq.qat.known_scales import put, rounding, with_known_scales
 from torchq.quantization.qparams import QParams

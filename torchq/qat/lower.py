@@ -13,8 +13,6 @@ from torch.nn.utils import parametrize
 
 from torchq.attributes.post_ops import PostOps
 from torchq.capture.module_kinds import RECURRENT
-from torchq.convert.packed_weights import PackedWeights
-from torchq.convert.rows import Row, Weight, check_strict
 from torchq.convert.sources import name_sources
 from torchq.convert.swap.checks import check_mode
 from torchq.convert.swap.leaves import equivalent_layer
@@ -25,10 +23,12 @@ from torchq.nn.float_modules import is_experts
 from torchq.nn.from_float import matmul_from_float, naming
 from torchq.nn.inputs import Inputs
 from torchq.nn.leaf import QuantizedLeaf, take_hooks, without_padding
+from torchq.nn.packed_weights import PackedWeights
 from torchq.qat.hooks import DST, SRC, without_quantizers
 from torchq.qat.known_scales import put, with_known_scales
 from torchq.qat.quantizer import ActivationQuantizer, WeightQuantizer
 from torchq.quantization.config import Overrides, QConfig, resolve
+from torchq.report.rows import Row, Weight, check_strict
 
 KEY = "torchq_qat"
 """Name of the :class:`Settings` among a model's attributes."""

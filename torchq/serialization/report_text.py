@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from torchq.attributes.json_text import read_json
-from torchq.convert.rows import Row, Weight
 from torchq.convert.sources import CHECKS, CLIPS
 from torchq.nn.module import text_bytes
+from torchq.report.rows import Row, Weight
 
 REPORT_KEY = "torchq_report"
 """Name of the tensor that holds the text."""

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from torchq.attributes.post_ops import PostOps
-from torchq.convert.packed_weights import PackedWeights
 from torchq.nn.from_float import matmul_from_float, naming
 from torchq.nn.leaf import Leaf, QuantizedLeaf, constants_of, without_padding
 from torchq.nn.module import QModule
+from torchq.nn.packed_weights import PackedWeights
 from torchq.quantization.config import QConfig
 from torchq.quantization.qparams import QParams
 from torchq.quantization.recipes.rows import RowPowers
