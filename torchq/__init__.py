@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """torchq: exact, fast int8 inference on CPUs for PyTorch."""
 
-import contextlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 from torchq import eager, functional, nn, observers, ops, packing, saturation
@@ -22,6 +20,7 @@ from torchq.attributes.attr import Attr
 from torchq.attributes.post_ops import PostOps
 from torchq.convert.api import calibrate, convert, prepare, quantize
 from torchq.export import to_onnx
+from torchq.integrations import registration
 from torchq.integrations.compressed_tensors import from_compressed_tensors
 from torchq.migrate import from_pt2e, from_torch_ao, from_torchao, quantize_dynamic
 from torchq.nn.fake_quantize import FakeQuantize
@@ -53,9 +52,7 @@ else:
         return TorchqConfig
 
 
-if "transformers" in sys.modules:  # registers TorchqConfig, which folders of int8 models need
-    with contextlib.suppress(ImportError):  # of another version; TorchqConfig says which fit
-        import torchq.integrations.transformers  # noqa: F401
+registration.register()
 
 __version__ = "0.1.0"
 

@@ -6,22 +6,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
-
 from torchq.convert.api import calibrate, converted_model, prepared_model
+from torchq.convert.calibrated import check_has_data
+from torchq.convert.swap.checks import check_prepared
 from torchq.convert.unseen import warn_of_data
-from torchq.nn.inputs import Inputs
+from torchq.nn.inputs import Inputs, Model
 from torchq.quantization.config import Overrides, QConfig
 
 __all__ = ["calibrate", "convert", "prepare", "quantize"]
 
 
 def prepare(
-    model: nn.Module,
+    model: Model,
     example_inputs: Inputs,
     config: QConfig | None = None,
     overrides: Overrides | None = None,
-) -> nn.Module:
+) -> Model:
     """Return a copy of ``model`` with observers in place, as :func:`torchq.prepare`.
 
     Args:
@@ -37,7 +37,7 @@ def prepare(
     return prepared_model(model, example_inputs, config, overrides, share=False, graphs=False)
 
 
-def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
+def convert(prepared: Model, strict: bool = False) -> Model:
     """Return the quantized model, as :func:`torchq.convert`; the prepared one stays as it is.
 
     Args:
@@ -49,19 +49,21 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
             something stays float.
         ValueError: ``prepared`` has no observers, or a weight cannot be quantized.
     """
+    check_prepared("eager.convert", prepared)
+    check_has_data(prepared, "eager.convert")
     result = converted_model(prepared, strict, every_leaf=True)
     warn_of_data("eager.convert", prepared)
     return result
 
 
 def quantize(
-    model: nn.Module,
+    model: Model,
     data: Iterable[Any],
     example_inputs: Inputs,
     config: QConfig | None = None,
     overrides: Overrides | None = None,
     strict: bool = False,
-) -> nn.Module:
+) -> Model:
     """Call :func:`prepare`, :func:`calibrate` and :func:`convert`.
 
     Args:

@@ -73,7 +73,8 @@ def test_analyze_then_inspect(
     assert main(["inspect", str(saved)]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^0 +QConv2d +836 +weight \[8, 3, 3, 3\], u8 -> u8", out, re.MULTILINE)
-    assert "2 of 2 layers run in int8" in out and out.splitlines()[-1].endswith("MB")
+    assert "2 of 2 layers run in int8" in out
+    assert out.splitlines()[-1] == f"{saved}: {saved.stat().st_size / 1e6:.3g} MB"
 
 
 def test_bench(model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -349,3 +349,46 @@ def test_save_pretrained_is_refused(flow, tmp_path):
             made[0].save_pretrained(tmp_path / "p")
     with pytest.raises(AssertionError, match="wrote"):
         model[0].save_pretrained(tmp_path / "p")
+
+
+def test_a_forgotten_calibration_names_the_call():
+    for flow in (torchq, torchq.eager):
+        prepared = flow.prepare(nn.Sequential(nn.Linear(8, 4)).eval(), torch.randn(8, 8))
+        with pytest.raises(RuntimeError, match=r"no data. Call torchq.calibrate\(prepared"):
+            flow.convert(prepared)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "remedy"),
+    [
+        ("blocks.7.haed", "Did you mean 'blocks.7.head'"),
+        ("blocks.7.haed.dst", "Did you mean 'blocks.7.head.dst'"),
+        ("zzz", "Names begin with 'blocks'."),
+    ],
+)
+def test_overrides_that_match_nothing_suggest_names(pattern, remedy):
+    blocks = [nn.ModuleDict({"head": nn.Linear(4, 4), "tail": nn.Linear(4, 4)}) for _ in range(80)]
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(blocks)
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block["tail"](block["head"](x))
+            return x
+
+    with pytest.raises(ValueError) as error:
+        torchq.prepare(Net().eval(), torch.randn(8, 4), overrides={pattern: None})
+    assert remedy in str(error.value) and len(str(error.value)) < 250
+
+
+@pytest.mark.parametrize(
+    ("field", "remedy"),
+    [("activation_bit", "Did you mean 'activation_bits'?"), ("foo", "got 'foo'. Leave it out.")],
+)
+def test_wrong_fields_of_a_config(field, remedy):
+    with pytest.raises(TypeError, match=r"torchq.QConfig: fields must be of") as error:
+        torchq.QConfig(**{field: 7})
+    assert str(error.value).endswith(remedy)

@@ -47,15 +47,23 @@ def loaded_by(imports: str, folder: Path) -> Any:
     )
 
 
-def test_torchq_registers_itself_where_transformers_is_imported(folder: Path) -> None:
-    result = loaded_by("transformers, torchq", folder)
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "transformers, torchq",
+        "transformers.modeling_utils, torchq",
+        "torchq, transformers",
+        "torchq, transformers.quantizers.auto, transformers",
+    ],
+)
+def test_torchq_registers_itself_in_either_order(imports: str, folder: Path) -> None:
+    result = loaded_by(imports, folder)
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("imports", ["transformers", "torchq, transformers"])
-def test_without_the_registration_the_shapes_are_an_error(imports: str, folder: Path) -> None:
+def test_without_torchq_the_shapes_are_an_error(folder: Path) -> None:
     """Random weights in the places of layers that are left over would be worse."""
-    result = loaded_by(imports, folder)
+    result = loaded_by("transformers", folder)
     assert result.returncode != 0 and "AssertionError" not in result.stderr
     assert "Unknown quantization type, got torchq" in result.stderr
     assert "size mismatch" in result.stderr

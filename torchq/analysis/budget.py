@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from glob import escape
+from typing import Generic
 
 from torch import nn
 
@@ -14,7 +15,7 @@ from torchq.analysis.explanation import explain
 from torchq.analysis.sensitivities import NothingInt8, sensitivity
 from torchq.attributes.options import RECIPES
 from torchq.convert.api import quantize
-from torchq.nn.inputs import Inputs, batches
+from torchq.nn.inputs import Inputs, Model, batches
 from torchq.quantization.config import Overrides, QConfig
 
 
@@ -34,7 +35,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class Tuned(Generic[Model]):
     """The first quantized model within the budget.
 
     Attributes:
@@ -43,7 +44,7 @@ class Tuned:
         trials: in order; the last one is ``model``.
     """
 
-    model: nn.Module
+    model: Model
     baseline: float
     trials: tuple[Trial, ...]
 
@@ -57,14 +58,14 @@ class Tuned:
 
 
 def tune(
-    model: nn.Module,
+    model: Model,
     data: Sequence[Inputs],
-    evaluate: Callable[[nn.Module], float],
+    evaluate: Callable[[Model], float],
     max_drop: float,
     example_inputs: Inputs | None = None,
     config: QConfig | None = None,
     overrides: Overrides | None = None,
-) -> Tuned:
+) -> Tuned[Model]:
     """Return the first quantized model that ``evaluate`` scores at most ``max_drop`` lower.
 
     The recipes "fast", "accurate" and "best" come first. Where none is good enough, "best" keeps
@@ -101,14 +102,14 @@ def tune(
     config, overrides = QConfig() if config is None else config, dict(overrides or {})
     data = list(batches("tune", data, progress=False))
     example = data[0] if example_inputs is None else example_inputs
-    baseline, trials, last = evaluate(model), list[Trial](), list[nn.Module]()
+    baseline, trials, last = evaluate(model), list[Trial](), list[Model]()
     if not math.isfinite(baseline):
         raise ValueError(
             f"torchq.tune: evaluate must give the float model a finite score, got {baseline}. "
             "Score by labels, say: the SQNR of the float model beside itself is infinite."
         )
 
-    def tried(recipe: str, in_float: tuple[str, ...]) -> Tuned | None:
+    def tried(recipe: str, in_float: tuple[str, ...]) -> Tuned[Model] | None:
         chosen = replace(config, recipe=recipe)  # type: ignore[arg-type]
         kept = overrides | dict.fromkeys(map(escape, in_float))
         quantized = quantize(model, data, example, chosen, kept)

@@ -47,7 +47,6 @@ def inspect(args: argparse.Namespace) -> int:
     state_dict = read_state(path)
     report = state_dict.pop(REPORT_KEY, None)
     rows: list[Row] = [] if report is None else read_report(report).get("torchq_report", [])
-    total = sum(map(_bytes, state_dict.values()))
     holders: dict[str, dict[str, Tensor]] = {}
     for key, value in state_dict.items():
         holder, _, name = key.rpartition(".")
@@ -62,13 +61,13 @@ def inspect(args: argparse.Namespace) -> int:
             holder: {"spec": specs[holder], "tensors": {k: _form(v) for k, v in tensors.items()}}
             for holder, tensors in holders.items()
         }
-        told = [asdict(row) for row in rows]
-        print(json.dumps({"modules": modules, "explain": told, "bytes": total}, indent=1))
+        told, size = [asdict(row) for row in rows], sum(map(_bytes, state_dict.values()))
+        print(json.dumps({"modules": modules, "explain": told, "bytes": size}, indent=1))
         return 0
     print(_table(specs, holders, rows))
     if args.tensors:
         _print_tensors(specs, holders)
-    print(f"{path}: {total / 1e6:.3f} MB")
+    print(f"{path}: {path.stat().st_size / 1e6:.3g} MB")
     return 0
 
 

@@ -8,7 +8,7 @@ import itertools
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -38,7 +38,7 @@ from torchq.convert.unseen import keep_options, warn_of_data, warn_of_floats
 from torchq.convert.weights import ParameterWritten, first_names, with_names
 from torchq.graphs.code import as_module
 from torchq.nn.conversions import refusing_conversions
-from torchq.nn.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
+from torchq.nn.inputs import Inputs, Model, batches, check_fit, split_inputs, without_gradients
 from torchq.nn.leaf import take_hooks
 from torchq.nn.packed_weights import PackedWeights
 from torchq.quantization.config import Overrides, QConfig
@@ -51,11 +51,11 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 def prepare(
-    model: nn.Module,
+    model: Model,
     example_inputs: Inputs,
     config: QConfig | None = None,
     overrides: Overrides | None = None,
-) -> nn.Module:
+) -> Model:
     """Return a copy of ``model`` that computes the same and records what quantization needs.
 
     The copy has the model's class. Its layers are observed, and so is the graph that torch.export
@@ -91,13 +91,13 @@ def prepare(
 
 
 def prepared_model(
-    model: nn.Module,
+    model: Model,
     example_inputs: Inputs,
     config: QConfig | None,
     overrides: Overrides | None,
     share: bool,
     graphs: bool = True,
-) -> nn.Module:
+) -> Model:
     """Prepare; with ``share`` the result has the parameters of the model itself, where it can.
 
     Without ``graphs`` the model's own code runs in every call.
@@ -136,14 +136,14 @@ def _stand_ins(model: nn.Module) -> dict[int, nn.Parameter]:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _prepared(
-    model: nn.Module,
+    model: Model,
     args: Any,
     kwargs: Any,
     config: QConfig,
     overrides: Overrides | None,
     shared: Mapping[int, Any],
     capture: bool,
-) -> nn.Module:
+) -> Model:
     float_model = without_observers(plain_copy(model, shared))
     float_model, tables = with_tables(float_model, config, overrides)
     # patterns may name functions of a graph, too
@@ -177,7 +177,7 @@ def _prepared(
         vars(prepared)[CHECKS] = True
     if "" in parts.reasons:
         vars(prepared)["torchq_note"] = f"the whole is not captured: {parts.reasons['']}"
-    return prepared
+    return cast(Model, prepared)
 
 
 def _graph(
@@ -191,7 +191,7 @@ def _graph(
     return Prepared(plan, opaque, samples, report_rows(plan)).eval()
 
 
-def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
+def convert(prepared: Model, strict: bool = False) -> Model:
     """Return the quantized model; the prepared one stays as it is.
 
     The result is a copy of the model's class, with quantized layers and int8 graphs. It has no
@@ -228,11 +228,8 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
 @torch.inference_mode(False)
 @torch.no_grad()
 def converted_model(
-    prepared: nn.Module,
-    strict: bool,
-    every_leaf: bool = False,
-    weights: PackedWeights | None = None,
-) -> nn.Module:
+    prepared: Model, strict: bool, every_leaf: bool = False, weights: PackedWeights | None = None
+) -> Model:
     """Convert; ``every_leaf`` must be calibrated, also those that no call of the data reached.
 
     ``weights`` are packed for other layers, too, that will be put into the result.
@@ -241,9 +238,7 @@ def converted_model(
         return _lowered(prepared, strict, every_leaf, weights or PackedWeights())
 
 
-def _lowered(
-    prepared: nn.Module, strict: bool, every_leaf: bool, weights: PackedWeights
-) -> nn.Module:
+def _lowered(prepared: Model, strict: bool, every_leaf: bool, weights: PackedWeights) -> Model:
     check_prepared("convert", prepared)
     rows: list[Row] = list(prepared.torchq_report)  # type: ignore[arg-type]
     graphs = dispatches(prepared)
@@ -327,13 +322,13 @@ def _has_other_leaves(owner: nn.Module, dispatch: Dispatch) -> bool:
 
 
 def quantize(
-    model: nn.Module,
+    model: Model,
     data: Iterable[Any] | None = None,
     example_inputs: Inputs | None = None,
     config: QConfig | None = None,
     overrides: Overrides | None = None,
     strict: bool = False,
-) -> nn.Module:
+) -> Model:
     """Return an int8 copy of a float model, of the same class.
 
     In short for :func:`prepare`, :func:`calibrate` and :func:`convert`, whose pages say more.

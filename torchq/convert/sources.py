@@ -10,6 +10,7 @@ from torch import fx, nn
 from torchq.convert.dispatch import Dispatch, dispatches
 from torchq.graphs.module import QuantizedGraph
 from torchq.nn.clip_counter import SHARE, Told
+from torchq.nn.inputs import Model
 from torchq.nn.module import QModule
 from torchq.nn.quantize import QLookup, Quantize
 
@@ -19,7 +20,7 @@ CLIPS = "torchq_clips"
 """Name of the attribute that holds which share of values may be clipped, if more than usual."""
 
 
-def name_sources(model: nn.Module) -> nn.Module:
+def name_sources(model: Model) -> Model:
     """Return the model; counters of its quantized inputs know their names, and share a warning."""
     told, checks = Told(vars(model).get(CLIPS, SHARE)), bool(vars(model).get(CHECKS, False))
     named: set[nn.Module] = set()

@@ -2,12 +2,9 @@
 """``torchq.TorchqConfig``: ``from_pretrained`` of transformers quantizes while it loads.
 
 Importing this module registers the configuration and its quantizer with transformers, by the
-functions that transformers has for this. transformers looks for formats nowhere else: it reads no
-entry points, and has no hook for a format that it does not know. So ``import torchq`` imports this
-module where transformers is imported already, and cannot where it is imported later, short of
-importing transformers itself (seconds, for those who never use it) or of patching Python's imports.
-A program that loads a folder of torchq without the registration gets an error of transformers, by
-the shapes of the packed weights (``checkpoint.py``).
+functions that transformers has for this; ``registration.py`` says when it is imported. A program
+that loads a folder of torchq without the registration gets an error of transformers, by the shapes
+of the packed weights (``checkpoint.py``).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from torchq.migrate.spec import QINT8, Spec
 from torchq.nn.batch_norm import reduction
 from torchq.nn.conversions import refusing_conversions
 from torchq.nn.float_modules import is_experts
-from torchq.nn.inputs import without_gradients
+from torchq.nn.inputs import Model, without_gradients
 from torchq.nn.leaf import take_hooks, without_hooks
 from torchq.qat.known_scales import put
 from torchq.quantization.config import QConfig
@@ -43,12 +43,12 @@ _FORMS = (nn.Linear, *_CONVS, *TABLES, *RECURRENT)
 @torch.inference_mode(False)
 @torch.no_grad()
 def quantize_dynamic(
-    model: nn.Module,
+    model: Model,
     qconfig_spec: Any = None,
     dtype: torch.dtype = QINT8,
     mapping: None = None,
     inplace: bool = False,
-) -> nn.Module:
+) -> Model:
     """Replace layers by dynamic ones: int8 weights, and sources quantized by their own range.
 
     It needs no data and no example inputs. The arguments are those of

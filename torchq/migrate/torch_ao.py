@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -23,7 +23,7 @@ from torchq.migrate.ao_modules import (
 from torchq.migrate.leaves import LAYERS as FLOATS
 from torchq.migrate.leaves import report, static_leaf
 from torchq.nn.conversions import refusing_conversions
-from torchq.nn.inputs import Inputs, split_inputs, without_gradients, working_copy
+from torchq.nn.inputs import Inputs, Model, split_inputs, without_gradients, working_copy
 from torchq.nn.leaf import QuantizedLeaf
 from torchq.nn.packed_weights import PackedWeights
 from torchq.nn.trees import copied
@@ -36,7 +36,7 @@ _DTYPES = {"torch.quint8": torch.uint8, "torch.qint8": torch.int8}
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def from_torch_ao(model: nn.Module, example_inputs: Inputs | None = None) -> nn.Module:
+def from_torch_ao(model: Model, example_inputs: Inputs | None = None) -> Model:
     """Take over a model that torch.ao has quantized: eager, FX or dynamic.
 
     Weights keep their integers, and weights and activations their scales, so that results differ by
@@ -90,7 +90,7 @@ def from_torch_ao(model: nn.Module, example_inputs: Inputs | None = None) -> nn.
         vars(result)["torchq_report"] = report(result, kinds, dict.fromkeys(taken.layers, _UNKNOWN))
     put(result, leaves)
     put(result, rounding(result))
-    return refusing_conversions(without_gradients(result.eval()))
+    return cast(Model, refusing_conversions(without_gradients(result.eval())))
 
 
 class _Taken:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchq.attributes.arguments import FLOATS
 from torchq.migrate.leaves import dynamic_leaf, float_layer, int4_leaf, report, static_leaf
 from torchq.nn.conversions import refusing_conversions
-from torchq.nn.inputs import without_gradients, working_copy
+from torchq.nn.inputs import Model, without_gradients, working_copy
 from torchq.nn.leaf import QuantizedLeaf, take_hooks
 from torchq.quantization.int4 import GROUP_SIZES
 from torchq.quantization.qparams import QParams
@@ -19,7 +19,7 @@ from torchq.quantization.qparams import QParams
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def from_torchao(model: nn.Module) -> nn.Module:
+def from_torchao(model: Model) -> Model:
     """Take over a model on which torchao's ``quantize_`` was called.
 
     Linear layers keep the integers and scales of their weights. They quantize each row of a source
@@ -74,7 +74,7 @@ def from_torchao(model: nn.Module) -> nn.Module:
             "quantize_, or call torchq.quantize_dynamic on the float model."
         )
     if "" in leaves:
-        return leaves[""].eval()
+        return cast(Model, leaves[""].eval())
     copied = working_copy(model, {id(model.get_submodule(n)): m for n, m in leaves.items()},
                           "from_torchao")  # fmt: skip
     vars(copied)["torchq_report"] = report(copied, dict.fromkeys(leaves, "Linear"), {})

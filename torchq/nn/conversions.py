@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 from torch import Tensor, nn
 
 from torchq.nn.attached import attachment_of
+from torchq.nn.inputs import Model
 from torchq.nn.module import QModule
-
-Model = TypeVar("Model", bound=nn.Module)
 
 
 def refusing_conversions(model: Model) -> Model:

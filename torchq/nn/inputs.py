@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from torchq.nn.trees import copied, detached
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 """One input of a model, a sequence of its inputs, or a mapping of keyword arguments."""
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def split_inputs(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -46,8 +47,8 @@ def split_inputs(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def working_copy(
-    model: nn.Module, memo: Mapping[int, Any] = MappingProxyType({}), caller: str = "prepare"
-) -> nn.Module:
+    model: Model, memo: Mapping[int, Any] = MappingProxyType({}), caller: str = "prepare"
+) -> Model:
     """Return a deep copy; weights that hooks compute before each call are computed once.
 
     These are of ``torch.nn.utils.weight_norm``, ``spectral_norm`` and ``prune``. ``memo``: as
@@ -86,7 +87,7 @@ def _uncopied(model: nn.Module) -> str:
     return "one that does not"
 
 
-def without_gradients(model: nn.Module) -> nn.Module:
+def without_gradients(model: Model) -> Model:
     """Return the model; its parameters do not require grad any more."""
     for parameter in model.parameters():
         if parameter.is_leaf:

@@ -19,7 +19,7 @@ from torchq.convert.prepared import Prepared
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.swap.weights import leave_fast_paths, split_attention
 from torchq.nn.batch_norm import TRANSPOSED
-from torchq.nn.inputs import Inputs, split_inputs, working_copy
+from torchq.nn.inputs import Inputs, Model, split_inputs, working_copy
 from torchq.nn.model_state import as_before
 from torchq.nn.trees import copied
 from torchq.qat.hooks import DST, SRC, freeze_after, round_dst, round_src
@@ -35,14 +35,14 @@ _Group = tuple[int, fx.Node] | str
 
 @torch.inference_mode(False)
 def prepare_qat(
-    model: nn.Module,
+    model: Model,
     example_inputs: Inputs,
     config: QConfig | None = None,
     overrides: Overrides | None = None,
     *,
     learn_scales: bool = False,
     freeze_after: int | None = None,
-) -> nn.Module:
+) -> Model:
     """Return a copy of ``model`` that rounds in training what the int8 model will round.
 
     Train it like the float model, which should be trained already. Then call ``eval()`` and

@@ -52,9 +52,10 @@ def _names_fields(cls: type[Class]) -> type[Class]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         wrong = next((name for name in kwargs if name not in names), None)
         if wrong is not None:
+            near = nearest(wrong, names, 0.4)
             raise TypeError(
                 f"torchq.{cls.__name__}: fields must be of {', '.join(names)}, got {wrong!r}. "
-                + (f"Did you mean {near!r}?" if (near := nearest(wrong, names, 0.4)) else "")
+                + (f"Did you mean {near!r}?" if near else "Leave it out.")
             )
         if len(args) > len(names):
             raise TypeError(
@@ -312,18 +313,18 @@ def check_overrides(overrides: Overrides | None) -> Overrides:
         return {}
     if not isinstance(overrides, Mapping):
         raise TypeError(
-            "torchq.QConfig: overrides must be a mapping from name pattern to QConfig or None, got "
+            "torchq.prepare: overrides must be a mapping from name pattern to QConfig or None, got "
             f"{type(overrides).__name__}. Example: {{'classifier.*': None}}."
         )
     for pattern, config in overrides.items():
         if not isinstance(pattern, str):
             raise TypeError(
-                "torchq.QConfig: patterns in overrides must be str, got "
+                "torchq.prepare: patterns in overrides must be str, got "
                 f"{type(pattern).__name__}. Use qualified names, such as 'encoder.*'."
             )
         if config is not None and not isinstance(config, QConfig):
             raise TypeError(
-                f"torchq.QConfig: overrides[{pattern!r}] must be a QConfig or None, got "
+                f"torchq.prepare: overrides[{pattern!r}] must be a QConfig or None, got "
                 f"{type(config).__name__}. None keeps the match float."
             )
     return overrides

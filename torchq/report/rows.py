@@ -118,7 +118,10 @@ def _nearest_names(model: nn.Module, rows: list[Row], patterns: list[str]) -> st
     """Return a sentence with the names that are most like patterns, or with the outermost ones."""
     modules = [name for name, _ in model.named_modules() if name]
     known = [*modules, *(row.name for row in rows if row.quantized and row.name not in modules)]
-    near = [name for text in patterns[:3] for name in get_close_matches(text, known, 2, 0.55)]
+    near = []
+    for pattern in patterns[:3]:
+        text, end = (pattern[:-4], ".dst") if pattern.endswith(".dst") else (pattern, "")
+        near += [name + end for name in get_close_matches(text, known, 2, 0.55)]
     if near:
         return f"Did you mean {' or '.join(map(repr, dict.fromkeys(near)))}?"
     outer = list(dict.fromkeys(name.partition(".")[0] for name in known))

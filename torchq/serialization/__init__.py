@@ -12,7 +12,7 @@ import copy
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from torchq.graphs.module import QuantizedGraph
 from torchq.nn.conversions import refusing_conversions
 from torchq.nn.experts import QExperts
 from torchq.nn.fake_quantize import FakeQuantize
-from torchq.nn.inputs import working_copy
+from torchq.nn.inputs import Model, working_copy
 from torchq.nn.loading import by_owner, load_each
 from torchq.nn.module import QModule, text_bytes
 from torchq.quantization.observers import Observer
@@ -92,6 +92,14 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     if report is not None:
         state[REPORT_KEY] = write_report(model)
     write_tensors("torchq.save", path, state)
+
+
+@overload
+def load(path: str | os.PathLike[str], model: None = None, mmap: bool = False) -> nn.Module: ...
+
+
+@overload
+def load(path: str | os.PathLike[str], model: Model, mmap: bool = False) -> Model: ...
 
 
 def load(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from torchq.convert.swap.weights import (
 from torchq.convert.weights import first_names, weights_of, with_names
 from torchq.graphs.code import with_code
 from torchq.nn.inputs import (
+    Model,
     batches,
     call,
     working_copy,
@@ -34,15 +35,15 @@ from torchq.nn.model_state import as_before
 from torchq.quantization.config import Overrides, QConfig, resolve
 
 
-def plain_copy(model: nn.Module, shared: Mapping[int, Any] = MappingProxyType({})) -> nn.Module:
+def plain_copy(model: Model, shared: Mapping[int, Any] = MappingProxyType({})) -> Model:
     """Return a copy of a model whose layers call ``forward`` and have plain weights.
 
     What is ``shared``, by id, is not copied.
     """
-    model = settled(with_code(working_copy(model, shared)))
-    leave_fast_paths(model)
-    without_capturing_hooks(model)
-    return model
+    copied = settled(with_code(working_copy(model, shared)))
+    leave_fast_paths(copied)
+    without_capturing_hooks(copied)
+    return cast(Model, copied)
 
 
 def prepare_settled(
@@ -99,11 +100,11 @@ def _assembled(model: nn.Module, plan: Plan, comparison: Comparison) -> nn.Modul
 
 
 def calibrate(
-    prepared: nn.Module,
+    prepared: Model,
     data: Iterable[Any],
     progress: bool | None = None,
     group: ProcessGroup | None = None,
-) -> nn.Module:
+) -> Model:
     """Run the prepared model on data; its observers record. Calling it again adds data.
 
     Args:

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from torchq.capture.module_kinds import MATMUL, RECURRENT, is_patched
 from torchq.nn.fake_scales import is_fake
-from torchq.nn.inputs import working_copy
+from torchq.nn.inputs import Model, working_copy
 from torchq.nn.multihead import SplitMultiheadAttention
 
 _CAPTURING = "transformers.utils.output_capturing"
@@ -56,7 +56,7 @@ def plain_layer(module: nn.Module) -> nn.Module:
     return result
 
 
-def split_attention(model: nn.Module, names: Collection[str]) -> nn.Module:
+def split_attention(model: Model, names: Collection[str]) -> Model:
     """Return the model, or a copy whose attention modules of these names have layers."""
     memo: dict[int, Any] = {}
     for name, module in model.named_modules():
