@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import keyword
+import unicodedata
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 _OF_CODE = "self", "torch"
 """Names that the code of a graph reads."""
-_OF_MODULES = vars(nn.Module()).keys()
-"""Names of what every module has, as ``_modules``."""
+_OF_MODULES = {*vars(nn.Module()), *dir(nn.Module)}
+"""Names of what every module has, as ``_modules`` and ``load_state_dict``."""
 
 
 def is_size(size: Any) -> bool:
@@ -27,7 +28,8 @@ def is_option(name: Any, values: Any) -> bool:
 
 def is_name(name: Any) -> bool:
     """Return whether generated code may have an argument of this name."""
-    return isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
+    known = isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
+    return known and unicodedata.normalize("NFKC", name) == name  # Python reads the latter
 
 
 def is_variable(name: Any) -> bool:
@@ -38,4 +40,5 @@ def is_variable(name: Any) -> bool:
 def is_path(name: Any) -> bool:
     """Return whether generated code may quote the name of a module or tensor, as ``a-b.weight``."""
     quoted = isinstance(name, str) and name.isprintable() and not {'"', "\\"} & set(name)
-    return quoted and _OF_MODULES.isdisjoint(name.split("."))
+    first, *rest = name.split(".") if quoted else [""]
+    return quoted and _OF_MODULES.isdisjoint(rest) and not hasattr(fx.GraphModule, first)
