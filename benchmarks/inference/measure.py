@@ -125,12 +125,13 @@ class _Run:
     def __init__(self, name: str, peers: list[str], small: bool, ways: tuple[str, ...]) -> None:
         network = NETWORKS[name]
         self.peers, self.dynamic, self.ways = peers, network.dynamic, ways
+        self.batch = network.batch
         self.float, self.batches = network.build(small), network.calibration(small)
         self.inputs = network.inputs(_EVALUATED, small=small)
-        self.src = self.inputs[:1].clone()
-        self.expected = quality.run(self.float, self.inputs)
+        self.src = self.inputs[: self.batch].clone()
+        self.expected = self._outputs(self.float)
         self.folder = _CACHE / f"{name}{'-small' if small else ''}-{_fingerprint()}"
-        self.counts = quality.macs(self.float, self.src)
+        self.counts = quality.macs(self.float, self.inputs[:1])
         self.result = Measured(name, sum(self.counts.values()))
         self.result.float_bytes = quality.float_bytes(self.float)
 
@@ -143,14 +144,17 @@ class _Run:
             self.result.times[count] = self._time(found, path, count, plan)
         return self.result
 
+    def _outputs(self, model: Model) -> list[Tensor]:
+        return quality.run(model, self.inputs, self.batch)
+
     def _torchq(self) -> dict[str, Model]:
         with self._failing("torchq"):
             start = time.perf_counter()
-            converted = torchq.quantize(self.float, self.batches, self.batches[0][:1])
+            converted = torchq.quantize(self.float, self.batches, self.batches[0][: self.batch])
             self.result.seconds = time.perf_counter() - start
             self.result.float_layers = quality.float_layers(converted, self.counts)
             self.result.torchq_bytes = quality.int8_bytes(converted)
-            outputs = quality.run(converted, self.inputs)
+            outputs = self._outputs(converted)
             self.result.sqnr_db["torchq"] = torchq.sqnr(self.expected, outputs)
             found: dict[str, Model] = {"torchq": converted}
             for name in ("torchq_script", *self.ways):
@@ -168,7 +172,7 @@ class _Run:
                     other = torch.export.export(model, (self.src,)).module()
             else:
                 other = torch.compile(model, fullgraph=True)
-            results = quality.run(other, self.inputs)
+            results = self._outputs(other)
             same = all(map(torch.equal, results, outputs))
             if name == "torchq_compile" and self.result.float_layers:
                 # Inductor adds up what stays float in an order of its own.
@@ -183,7 +187,7 @@ class _Run:
             return {}
         with self._failing("torch_ao"):
             model = torch_ao.quantized(self.float, self.batches, self.dynamic, self.folder)
-            outputs = quality.run(model, self.inputs)
+            outputs = self._outputs(model)
             self.result.sqnr_db["torch_ao"] = torchq.sqnr(self.expected, outputs)
             found: dict[str, Model] = {"torch_ao": model} if "torch_ao" in self.peers else {}
             if "torch_ao_jit" in self.peers:
@@ -196,7 +200,7 @@ class _Run:
         if not {"onnxruntime", "openvino"}.intersection(self.peers):
             return None
         with self._failing("onnxruntime", "openvino"):
-            return int8_onnx(self.float, self.batches, self.folder)
+            return int8_onnx(self.float, self.batches, self.folder, batch=self.batch)
         return None
 
     def _time(
@@ -222,13 +226,13 @@ class _Run:
         """OpenVINO crashes on some models (concatenations of batch norms); it gets another try."""
         with self._failing(name):
             try:
-                runtime = Runtime(name, path, self.inputs, threads)
+                runtime = Runtime(name, path, self.inputs, threads, self.batch)
             except RuntimeError as error:
                 if name != "openvino" or self.dynamic:
                     raise
                 self.result.failures["openvino, but for its convolutions"] = str(error)
-                path = int8_onnx(self.float, self.batches, self.folder, only_matmul=True)
-                runtime = Runtime(name, path, self.inputs, threads)
+                path = int8_onnx(self.float, self.batches, self.folder, True, self.batch)
+                runtime = Runtime(name, path, self.inputs, threads, self.batch)
             stack.enter_context(runtime)
             self.result.sqnr_db[name] = torchq.sqnr(self.expected, runtime.outputs)
             return {name: runtime.blocks}

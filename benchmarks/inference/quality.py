@@ -77,10 +77,10 @@ def float_layers(converted: nn.Module, counts: dict[str, int]) -> list[FloatLaye
     return sorted(left, key=lambda layer: -layer[2])
 
 
-def run(model: Callable[..., Any], inputs: Tensor) -> list[Tensor]:
-    """The model's float results, one input at a time."""
+def run(model: Callable[..., Any], inputs: Tensor, batch: int = 1) -> list[Tensor]:
+    """The model's float results, of so many inputs at a time."""
     with torch.inference_mode():
-        results = [model(x) for x in inputs.split(1)]
+        results = [model(x) for x in inputs.split(batch)]
     tuples = [r if isinstance(r, tuple | list) else (r,) for r in results]
     return [torch.cat([t.flatten().float() for t in result]) for result in tuples]
 

@@ -26,13 +26,15 @@ class Runtime:
     """A running worker.
 
     Attributes:
-        outputs: what it computed for each input.
+        outputs: what it computed for each batch of inputs.
 
     Raises:
         RuntimeError: it ended before it was ready; the message is its last line.
     """
 
-    def __init__(self, runtime: str, model: Path, inputs: Tensor, threads: int) -> None:
+    def __init__(
+        self, runtime: str, model: Path, inputs: Tensor, threads: int, batch: int = 1
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         folder = Path(self._folder.name)
         np.savez(folder / "inputs.npz", inputs=inputs.numpy())
@@ -47,6 +49,7 @@ class Runtime:
                     runtime,
                     *files,
                     str(threads),
+                    str(batch),
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -92,21 +95,25 @@ class Runtime:
 
 
 def int8_onnx(
-    model: nn.Module, batches: list[Tensor], folder: Path, only_matmul: bool = False
+    model: nn.Module,
+    batches: list[Tensor],
+    folder: Path,
+    only_matmul: bool = False,
+    batch: int = 1,
 ) -> Path:
     """The file of the quantized model; made if it is not in ``folder`` yet.
 
     Static, QDQ, u8 activations by their minimum and maximum, s8 weights per channel; a model with
     an LSTM is quantized dynamically, which is all that ONNX Runtime has for it. With
-    ``only_matmul``, nothing but convolutions and matrix products.
+    ``only_matmul``, nothing but convolutions and matrix products. It takes ``batch`` inputs.
     """
     path = folder / ("int8-matmul.onnx" if only_matmul else "int8.onnx")
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch, _quiet():
             plain, fresh = Path(scratch) / "float.onnx", Path(scratch) / "int8.onnx"
-            export(model, batches[0][:1], plain)
-            _quantize(model, plain, fresh, batches, _MATMUL if only_matmul else None)
+            export(model, batches[0][:batch], plain)
+            _quantize(model, plain, fresh, batches, _MATMUL if only_matmul else None, batch)
             fresh.replace(path)
     return path
 
@@ -122,7 +129,12 @@ def export(model: nn.Module, example: Tensor, path: Path) -> None:
 
 
 def _quantize(
-    model: nn.Module, src: Path, dst: Path, batches: list[Tensor], types: list[str] | None
+    model: nn.Module,
+    src: Path,
+    dst: Path,
+    batches: list[Tensor],
+    types: list[str] | None,
+    batch: int,
 ) -> None:
     from onnxruntime import quantization
     from onnxruntime.quantization.shape_inference import quant_pre_process
@@ -135,7 +147,7 @@ def _quantize(
     quantization.quantize_static(
         ready,
         dst,
-        _Reader(batches),
+        _Reader(batches, batch),
         op_types_to_quantize=types,
         quant_format=quantization.QuantFormat.QDQ,
         per_channel=True,
@@ -146,10 +158,10 @@ def _quantize(
 
 
 class _Reader:
-    """Calibration inputs, one by one, as ONNX Runtime asks for them."""
+    """Calibration inputs, ``batch`` of them at a time, as ONNX Runtime asks for them."""
 
-    def __init__(self, batches: list[Tensor]) -> None:
-        self._left = iter([x.numpy() for batch in batches for x in batch.split(1)])
+    def __init__(self, batches: list[Tensor], batch: int) -> None:
+        self._left = iter([x.numpy() for some in batches for x in some.split(batch)])
 
     def get_next(self) -> dict[str, np.ndarray] | None:
         src = next(self._left, None)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A runtime in a process of its own, so that its threads are its own.
 
-``python -m benchmarks.inference.worker RUNTIME MODEL INPUTS OUTPUTS THREADS`` loads the model,
-writes its results for all inputs (``.npz`` files), says ``ready``, and then answers each line
-"iterations count" with seconds per execution of ``count`` blocks on the first input.
+``python -m benchmarks.inference.worker RUNTIME MODEL INPUTS OUTPUTS THREADS BATCH`` loads the
+model, writes its results for all batches of inputs (``.npz`` files), says ``ready``, and then
+answers each line "iterations count" with seconds per execution of ``count`` blocks on the first.
 """
 
 from __future__ import annotations
@@ -57,16 +57,17 @@ def _seconds(infer: Infer, src: np.ndarray, iterations: int) -> float:
 
 
 def main() -> None:
-    runtime, path, inputs, outputs, threads = sys.argv[1:]
+    runtime, path, inputs, outputs, threads, size = sys.argv[1:]
     infer = RUNTIMES[runtime](path, int(threads))
-    batch = np.load(inputs)["inputs"]
-    results = [[np.array(dst) for dst in infer(src[None])] for src in batch]
+    sources = np.load(inputs)["inputs"]
+    batches = np.split(sources, len(sources) // int(size))
+    results = [[np.array(dst) for dst in infer(src)] for src in batches]
     flat = [np.concatenate([dst.ravel() for dst in result]) for result in results]
     np.savez(outputs, outputs=np.stack(flat))
     print("ready", flush=True)
     for line in sys.stdin:
         iterations, count = map(int, line.split())
-        blocks = [_seconds(infer, batch[:1], iterations) for _ in range(count)]
+        blocks = [_seconds(infer, batches[0], iterations) for _ in range(count)]
         print(*blocks, flush=True)
 
 

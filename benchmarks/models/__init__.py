@@ -11,6 +11,7 @@ The same weights, statistics and inputs come out in every run.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,15 @@ import torch
 from torch import Generator, Tensor, nn
 
 from benchmarks.models import branched, convnext, mobile, pixels, resnet, sequences
-from benchmarks.models.data import Clips, Images, Source, Waveforms, Words
+from benchmarks.models.data import (
+    Clips,
+    Images,
+    Padded,
+    Source,
+    Spectrograms,
+    Waveforms,
+    Words,
+)
 from benchmarks.models.weights import randomize
 
 __all__ = ["NETWORKS", "Network"]
@@ -44,6 +53,7 @@ class Network:
         requires: package that must be installed.
         dynamic: whether torch.ao can only quantize it dynamically: it cannot trace the code, or
             has no static form of its layers.
+        batch: inputs of a call that is compared or timed.
     """
 
     make: Callable[..., nn.Module]
@@ -55,6 +65,7 @@ class Network:
     keep_weights: bool = False
     requires: str = "torch"
     dynamic: bool = False
+    batch: int = 1
 
     @property
     def available(self) -> bool:
@@ -105,6 +116,13 @@ _TINY = {
     "intermediate_size": 64,
 }
 _TINY_VIT, _TINY_BERT = {**_TINY, "image_size": 64, "num_labels": 10}, {**_TINY, "vocab_size": 100}
+_TINY_WHISPER = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "max_source_positions": 50,
+}
 _HUGGING_FACE: dict[str, Any] = {"requires": "transformers", "keep_weights": True, "dynamic": True}
 
 NETWORKS = {
@@ -170,6 +188,32 @@ NETWORKS = {
         Words(12, 100),
         parameters=109_482_240,
         macs=10.873,
+        **_HUGGING_FACE,
+    ),
+    "bert_base_padded": Network(
+        functools.partial(sequences.bert_base, sequences.Masked),
+        Padded(128, 30_522),
+        _TINY_BERT,
+        Padded(16, 100),
+        parameters=109_482_240,
+        macs=10.873,
+        batch=4,
+        **_HUGGING_FACE,
+    ),
+    "whisper_encoder": Network(
+        sequences.whisper_encoder,
+        Spectrograms(80, 3000),
+        _TINY_WHISPER,
+        Spectrograms(80, 100),
+        **_HUGGING_FACE,
+    ),
+    "smollm_prompt": Network(
+        sequences.smollm,
+        Padded(128, 49_152, left=True),
+        {**_TINY_BERT, "num_key_value_heads": 1},
+        Padded(16, 100, left=True),
+        parameters=134_515_008,
+        batch=4,
         **_HUGGING_FACE,
     ),
 }

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-__all__ = ["Clips", "Images", "Source", "Waveforms", "Words"]
+__all__ = ["Clips", "Images", "Padded", "Source", "Spectrograms", "Waveforms", "Words"]
 
 
 class Source(Protocol):
@@ -91,3 +91,35 @@ class Words:
     def __call__(self, count: int, generator: Generator) -> Tensor:
         uniform = torch.rand(count, self.length, generator=generator, dtype=torch.float64)
         return (self.vocabulary**uniform - 1).long().clamp(0, self.vocabulary - 1)
+
+
+@dataclass(frozen=True)
+class Padded:
+    """(N, length) int64: ``Words`` from 1 on, an eighth to all of them; the others are 0.
+
+    The zeros stand behind the words, or in front of them (``left``), as generation needs them.
+    """
+
+    length: int
+    vocabulary: int
+    left: bool = False
+
+    def __call__(self, count: int, generator: Generator) -> Tensor:
+        words = 1 + Words(self.length, self.vocabulary - 1)(count, generator)
+        lengths = torch.randint(self.length // 8, self.length + 1, (count, 1), generator=generator)
+        places = torch.arange(self.length)
+        return words * ((places.flip(0) if self.left else places) < lengths)
+
+
+@dataclass(frozen=True)
+class Spectrograms:
+    """(N, bins, frames): logarithms as Whisper reads them, of noise that comes and goes."""
+
+    bins: int
+    frames: int
+
+    def __call__(self, count: int, generator: Generator) -> Tensor:
+        slow = torch.randn(count, self.bins // 8, self.frames // 20, generator=generator)
+        loud = F.interpolate(slow[:, None], size=(self.bins, self.frames), mode="bilinear")[:, 0]
+        power = loud + 0.5 * torch.rand(loud.shape, generator=generator).clamp(min=1e-4).log10()
+        return (power.maximum(power.amax((1, 2), keepdim=True) - 8) + 4) / 4

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks over time: a causal audio network, an LSTM tagger, and transformers' BERT and ViT."""
+"""Networks over time: a causal audio network, an LSTM tagger, and models of transformers."""
 
 from __future__ import annotations
 
@@ -66,10 +66,43 @@ class Field(nn.Module):
         return result
 
 
-def bert_base(**sizes: Any) -> nn.Module:
+class Masked(Field):
+    """A model of transformers that gets a mask: 0 for the words that are 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (x != 0).long()
+        if x.is_meta:  # it has no values, which transformers asks of a mask of two dimensions
+            mask = mask.bool()[:, None, None].expand(-1, 1, x.shape[1], -1)
+        result: Tensor = getattr(self.model(x, attention_mask=mask), self.field)
+        return result
+
+
+def bert_base(field: type[Field] = Field, **sizes: Any) -> nn.Module:
     from transformers import BertConfig, BertModel
 
-    return Field(BertModel(BertConfig(**sizes)), "last_hidden_state")
+    return field(BertModel(BertConfig(**sizes)), "last_hidden_state")
+
+
+def smollm(**sizes: Any) -> nn.Module:
+    """The shape of SmolLM-135M, for a prompt: its keys and values are not kept."""
+    from transformers import LlamaConfig, LlamaModel
+
+    shape = {
+        "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536,
+        "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+    }  # fmt: skip
+    config = LlamaConfig(use_cache=False, **{**shape, **sizes})
+    return Masked(LlamaModel(config), "last_hidden_state")
+
+
+def whisper_encoder(**sizes: Any) -> nn.Module:
+    """The shape of Whisper's tiny."""
+    from transformers import WhisperConfig
+    from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+    shape = {"d_model": 384, "encoder_layers": 4, "encoder_attention_heads": 6}
+    config = WhisperConfig(**{**shape, "encoder_ffn_dim": 1536, **sizes})
+    return Field(WhisperEncoder(config), "last_hidden_state")
 
 
 def vit_b_16(**sizes: Any) -> nn.Module:

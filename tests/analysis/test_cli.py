@@ -123,7 +123,7 @@ def test_a_function_must_return_a_model(model: str, capsys: pytest.CaptureFixtur
     assert main(["bench", model.replace("make", "wrong")]) == 2
     assert "which returns a value of type int" in capsys.readouterr().err
     assert main(["bench", model.replace("make", "absent")]) == 2
-    assert "which is nothing. Write one: def absent()" in capsys.readouterr().err
+    assert "which is nothing. Write one: def absent(): return model." in capsys.readouterr().err
     assert main(["bench", model.replace("make", "empty")]) == 2
     assert "at least one batch, got none" in capsys.readouterr().err
 

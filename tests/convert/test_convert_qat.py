@@ -283,7 +283,7 @@ def test_weight_with_a_zero_point() -> None:
 
 def test_what_is_not_fake_quantized_needs_data() -> None:
     model = nn.Sequential(u8(6, 128), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3)).eval()
-    with pytest.raises(RuntimeError, match=r"torchq.calibrate more data"):
+    with pytest.raises(RuntimeError, match="prepared must be calibrated"):
         convert(model, torch.randn(X))
 
 

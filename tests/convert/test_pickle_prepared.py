@@ -95,5 +95,5 @@ def test_shares_what_was_shared() -> None:
     copied = torch.load(file, weights_only=False)
     assert len(list(copied.parameters())) == len(list(prepared.parameters())) == 2
     assert not copied.training
-    with pytest.raises(RuntimeError, match="calibration must reach the graph"):
+    with pytest.raises(RuntimeError, match="prepared must be calibrated"):
         torchq.convert(copied)

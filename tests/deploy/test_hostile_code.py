@@ -54,6 +54,32 @@ def _keyword(fields: Fields, code: str) -> None:
     node[4]["dict"][f"x={code}, y"] = 1
 
 
+def _shadow(fields: Fields, code: str) -> None:
+    """A tensor in place of the module: ``self.up(x)`` would call what the tensor has."""
+    node = next(node for node in fields["nodes"] if node[0] == "placeholder")
+    fields["nodes"] = json.loads(json.dumps(fields["nodes"]).replace(f'"{node[1]}"', '"self"'))
+
+
+def _torch(fields: Fields, code: str) -> None:
+    node = next(node for node in fields["nodes"] if node[0] == "placeholder")
+    node[2] = "torch"
+
+
+def _own(fields: Fields, code: str) -> None:
+    node = next(node for node in fields["nodes"] if node[0] == "call_module")
+    node[1] = "_torchq_module_0"
+
+
+def _twice(fields: Fields, code: str) -> None:
+    node = next(node for node in fields["nodes"] if node[0] == "placeholder")
+    fields["nodes"].insert(0, [node[0], "other", *node[2:]])
+
+
+def _internal(fields: Fields, code: str) -> None:
+    node = next(node for node in fields["nodes"] if node[0] == "call_module")
+    node[2] = "_modules"
+
+
 CHANGES: dict[str, tuple[str, Callable[[Fields, str], None]]] = {
     "guard": ("torchq_call", _guard),
     "limit": ("torchq_call", _limit),
@@ -61,6 +87,11 @@ CHANGES: dict[str, tuple[str, Callable[[Fields, str], None]]] = {
     "option": ("torchq_call", _option),
     "input": ("torchq_graph", _input),
     "keyword": ("torchq_graph", _keyword),
+    "self": ("torchq_graph", _shadow),
+    "torch": ("torchq_graph", _torch),
+    "own name": ("torchq_graph", _own),
+    "two inputs of a name": ("torchq_graph", _twice),
+    "part of every module": ("torchq_graph", _internal),
 }
 
 
@@ -99,3 +130,15 @@ def test_names_that_are_no_names_of_python_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", 7])
 def test_names_that_end_a_quotation(name: Any) -> None:
     assert not is_path(name) and is_path("a-b.0.weight")
+
+
+def test_text_of_another_encoding_imports_no_decoder(tmp_path: Path) -> None:
+    path, x = tmp_path / "file", torch.randn(4, 8)
+    torchq.save(torchq.quantize(Net().eval(), [x]), path)
+    tensors, metadata = read_tensors(path)
+    key = next(key for key in tensors if key.endswith(".spec"))
+    raw = bytes(tensors[key].tolist()).decode().encode("utf-32-le")
+    tensors[key] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    write_tensors("test", path, tensors, metadata)
+    with pytest.raises(ValueError, match="spec must be the JSON text"):
+        torchq.load(path, Net().eval())

@@ -347,7 +347,7 @@ def test_what_has_no_form_is_named(tmp_path: Path) -> None:
 
 def test_a_model_without_one_graph(tmp_path: Path) -> None:
     model, x = nn.Sequential(nn.Linear(8, 8)).eval(), torch.randn(4, 8)
-    config = torchq.QConfig(dynamic=True, weight_bits=4, group_size=8)
+    config = torchq.QConfig(dynamic=True, weight_bits=4)
     dynamic = torchq.quantize(model, example_inputs=x, config=config)
     with pytest.raises((NotImplementedError, ValueError), match="calibration data"):
         torchq.to_onnx(dynamic, tmp_path / "m.onnx", x)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attacks import attack
 from mutations import damaged, forge_tensor, forge_text
 from torch import Tensor, nn
 
@@ -59,14 +60,20 @@ class Kind:
     """Reads one kind of file."""
 
     name = ""
+    ways: tuple[str, ...] = ("damage", "forge", "attack")
     refusals: tuple[type[Exception], ...] = (ValueError,)
     unsafe = ""
     """Why a library itself may give other numbers in each call, after :meth:`change`."""
+    is_own = True
+    """Whether torchq alone reads it, and promises to do nothing else, whatever is in the file."""
+    variables: tuple[str, ...] = ()
+    """Of the environment, which a library reads."""
     most_excused = 1.0
     """Share of files that may crash or take much memory where :meth:`excuse` has a reason."""
 
     def __init__(self, path: Path, make: Callable[[], nn.Module], x: Tensor, options: Any) -> None:
         self.path, self.model, self.x = path, _made(make), x
+        self.reads: tuple[Path, ...] = (path,)
         self.config = torchq.QConfig(**options)
         self.prepared = torchq.prepare(self.model, x, config=self.config)
         self.save()
@@ -88,7 +95,7 @@ class Kind:
             self.path.write_bytes(damaged(pick, self.content))
         else:
             self.path.write_bytes(self.content)
-            forge(pick, self.path)
+            (forge if way == "forge" else attack)(pick, self.path)
 
     def refuses(self, error: Exception, way: str) -> str:
         """Returns who refused the file; raises the error if nobody may do so in this way."""
@@ -103,7 +110,7 @@ class Kind:
 
     def may_differ(self, way: str) -> str:
         """Returns why the changed file may give other numbers, or ""."""
-        return "another model" if way == "forge" else ""
+        return "" if way == "damage" else "another model"
 
 
 class Weights(Kind):

@@ -44,7 +44,7 @@ class Script(Kind):
     causes them, so only their number is limited: of 2,004 files 1 crashed, 7 took much memory.
     """
 
-    name = "script"
+    name, ways, is_own = "script", ("damage", "forge"), False
     most_excused = 0.01
 
     def save(self) -> None:
@@ -120,11 +120,13 @@ class Pretrained(Kind):
     in tensors of its own, is not judged.
     """
 
-    name = "pretrained"
+    name, ways, is_own = "pretrained", ("damage", "forge"), False
+    variables = "HF_DEACTIVATE_ASYNC_LOAD", "COLUMNS", "LINES"
     part, method = "quantization_config", "torchq"
 
     def __init__(self, folder: Path, x: Tensor, options: Any) -> None:
         self.path, self.folder, self.options = folder / "model.safetensors", folder, options
+        self.reads = (folder, Path("/proc/mounts"))
         self.cls, self.x = transformers.BertForSequenceClassification, x
         self.config_path = folder / "config.json"
         self.save()

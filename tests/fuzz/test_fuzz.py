@@ -29,6 +29,15 @@ def test_calls_that_crashed_once() -> None:
     run("fuzz_ops.py", "--regressions")
 
 
+def test_files_of_torchq_are_read_and_nothing_else_happens() -> None:
+    run("watch_files.py", "--kinds", "weights", "graph", "calibration")
+
+
+@pytest.mark.slow
+def test_files_of_libraries_are_read_and_nothing_else_happens() -> None:
+    run("watch_files.py", "--kinds", "script", "pretrained", "compressed")
+
+
 @pytest.mark.slow
 def test_random_calls_give_results_or_exceptions() -> None:
     run("fuzz_ops.py", "--calls=5000")
@@ -36,7 +45,12 @@ def test_random_calls_give_results_or_exceptions() -> None:
 
 @pytest.mark.slow
 def test_other_files_give_errors_or_the_same_numbers() -> None:
-    run("fuzz_files.py", "--files=300")
+    run("fuzz_files.py", "--files=300", "--ways", "damage", "forge")
+
+
+@pytest.mark.slow
+def test_files_of_attackers_give_errors_or_models() -> None:
+    run("fuzz_files.py", "--files=500", "--ways", "attack")
 
 
 @pytest.mark.slow

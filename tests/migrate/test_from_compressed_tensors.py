@@ -279,3 +279,15 @@ def test_by_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["quantize", str(tmp_path / "theirs"), "-o", str(tmp_path / "again")]) == 2
     err = capsys.readouterr().err
     assert "its model.safetensors cannot be read" in err and not (tmp_path / "again").exists()
+
+
+def test_code_in_the_folder_does_not_run(tmp_path: Path) -> None:
+    compressed(tmp_path)
+    config, proof = tmp_path / "config.json", tmp_path / "ran"
+    (tmp_path / "own.py").write_text(f"open({str(proof)!r}, 'w')")
+    facts = json.loads(config.read_text()) | {"model_type": "own"}
+    facts["auto_map"] = {"AutoConfig": "own.Config", "AutoModel": "own.Model"}
+    config.write_text(json.dumps(facts))
+    with pytest.raises(ValueError, match="from_compressed_tensors: path must be"):
+        torchq.from_compressed_tensors(tmp_path)
+    assert not proof.exists()

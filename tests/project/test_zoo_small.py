@@ -57,19 +57,20 @@ def test_narrow_networks_convert(name: str) -> None:
     network = NETWORKS[name]
     model, batches = network.build(small=True), network.calibration(small=True)
     inputs = network.inputs(8, small=True)
-    expected, counts = quality.run(model, inputs), quality.macs(model, inputs[:1])
+    batch = network.batch
+    expected, counts = quality.run(model, inputs, batch), quality.macs(model, inputs[:1])
     assert all(bool(result.isfinite().all()) for result in expected)
 
-    converted = torchq.quantize(model, batches, batches[0][:1])
+    converted = torchq.quantize(model, batches, batches[0][:batch])
 
     left = quality.float_layers(converted, counts)
     assert all(reason for *_, reason in left)
     share = 1 - sum(layer[2] for layer in left) / sum(counts.values())
     assert share >= INT8_SHARE.get(name, 1.0), left
-    outputs = quality.run(converted, inputs)
+    outputs = quality.run(converted, inputs, batch)
     assert torchq.sqnr(expected, outputs) > SQNR_DB.get(name, 20)
-    scripted = measure.frozen(converted, inputs[:1])
-    assert all(map(torch.equal, quality.run(scripted, inputs), outputs))
+    scripted = measure.frozen(converted, inputs[:batch])
+    assert all(map(torch.equal, quality.run(scripted, inputs, batch), outputs))
 
 
 def test_weights_and_inputs_are_the_same_in_every_run() -> None:

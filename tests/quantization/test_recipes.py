@@ -282,7 +282,7 @@ def test_calibration_files_hold_the_samples(tmp_path):
 
 def test_a_preset_needs_calibration():
     model, data = block(), batches()
-    with pytest.raises(RuntimeError, match="calibration must reach"):
+    with pytest.raises(TypeError, match="data must be batches to calibrate with, got None"):
         torchq.quantize(model, example_inputs=data[0], config=torchq.QConfig(recipe="accurate"))
 
 

@@ -28,10 +28,10 @@ from torchq.analysis.accuracy import (
 from torchq.analysis.explanation import explain
 from torchq.analysis.speed import LayerTime, Profile, profile
 from torchq.analysis.timing import UNSTEADY
-from torchq.convert.rows import NOT_CALLED, Row
 from torchq.nn.attached import computing_modules, watching
 from torchq.nn.inputs import Inputs, batches, call
 from torchq.nn.module import QModule
+from torchq.report.rows import NOT_CALLED, Row
 from torchq.runtime.isa import cpu_info, isa
 from torchq.serialization.files import write_file
 

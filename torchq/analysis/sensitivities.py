@@ -20,7 +20,6 @@ from torchq.convert.dispatch import dispatches
 from torchq.convert.lower import Lowering
 from torchq.convert.plan import Plan
 from torchq.convert.prepared import Prepared
-from torchq.convert.rows import Row
 from torchq.convert.self_contained import SELF_CONTAINED
 from torchq.convert.swap.flow import plain_copy
 from torchq.convert.swap.observed import ObservedLeaf
@@ -29,7 +28,9 @@ from torchq.nn.inputs import Inputs, batches, call, with_progress
 from torchq.nn.leaf import take_hooks
 from torchq.nn.model_state import as_before
 from torchq.nn.notebook import html_table
+from torchq.nn.packed_weights import PackedWeights
 from torchq.quantization.config import Overrides, QConfig, check_overrides, resolve
+from torchq.report.rows import Row
 
 _CALLS = 6
 """Calls of all trials together, for each batch. Calibrating one takes as long as three calls."""
@@ -264,6 +265,7 @@ class Trials:
         self._graphs: list[Any] = [each.graph for each in dispatches(self.prepared)]
         self._coarse: list[dict[fx.Node, str]] = []
         self._searches: list[dict[Any, Any]] = [{} for _ in self._graphs]
+        self._weights = PackedWeights()
 
     def computing(self) -> list[Row]:
         """Return the rows of the layers and functions that compute in int8.
@@ -290,7 +292,7 @@ class Trials:
         for graph in self._graphs:
             graph.graph_module.recompile()
         calibrate(self.prepared, data, progress=False)
-        self.whole = converted_model(self.prepared, strict=False)
+        self.whole = converted_model(self.prepared, strict=False, weights=self._weights)
         pairs = zip(self._graphs, self._searches, strict=True)
         self._coarse = [coarse_layers(g.with_plan(g.plan, known)) for g, known in pairs]
 
@@ -323,7 +325,7 @@ class Trials:
         prefix = graph.plan.prefix
         names = [name for name in graph.plan.self_contained if name in graph.opaque_names]
         opaque = {name: self.whole.get_submodule(f"{prefix}{name}") for name in names}
-        return Lowering(without_coarse(settled, reasons), opaque).run()
+        return Lowering(without_coarse(settled, reasons), opaque, self._weights).run()
 
     def _leaves_in_float(self, trial: Choice) -> Iterator[tuple[nn.Module, nn.Module]]:
         """Yield leaves of the whole model that a trial has in float, and the float layers."""

@@ -25,7 +25,7 @@ def read_json(text: bytes | memoryview) -> Any:
     if values > _VALUES or (brackets > _DEPTH and _levels(text) > _DEPTH):
         raise ValueError("its text has too many values or levels")
     try:
-        return json.loads(text)
+        return json.loads(str(text, "utf-8"))  # of bytes, json would guess, and import, an encoding
     except RecursionError:
         raise ValueError("its text has too many levels") from None
 

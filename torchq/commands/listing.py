@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from torchq.attributes.arguments import float_text
-from torchq.convert.rows import Row
 from torchq.nn.module import read_spec
 from torchq.nn.notebook import text_table
+from torchq.report.rows import Row
 from torchq.serialization import read_state
 from torchq.serialization.graph_text import GRAPH_KEY
 from torchq.serialization.report_text import REPORT_KEY, read_report

@@ -19,14 +19,14 @@ from torchq.capture.one_call import without_observers
 from torchq.convert.calibrated import check_calibrated, check_has_data
 from torchq.convert.checks import add_checks
 from torchq.convert.coarse import follow_row_rule
-from torchq.convert.dispatch import Dispatch, attach, dispatches, share_weight, share_weights
+from torchq.convert.converted_leaves import Source, converted_leaf
+from torchq.convert.dispatch import Dispatch, attach, dispatches
 from torchq.convert.fuse import Layer
 from torchq.convert.lower import Lowering
 from torchq.convert.parts import Part, Parts, find_parts
 from torchq.convert.plan import Plan
 from torchq.convert.prepared import Prepared, source_samples
 from torchq.convert.report import merged, report_rows
-from torchq.convert.rows import Row, Weight, check_patterns, check_strict
 from torchq.convert.self_contained import SELF_CONTAINED, converted
 from torchq.convert.sources import CHECKS, name_sources
 from torchq.convert.swap.checks import check_model, check_prepared
@@ -40,8 +40,9 @@ from torchq.graphs.code import as_module
 from torchq.nn.conversions import refusing_conversions
 from torchq.nn.inputs import Inputs, Model, batches, check_fit, split_inputs, without_gradients
 from torchq.nn.leaf import take_hooks
+from torchq.nn.packed_weights import PackedWeights
 from torchq.quantization.config import Overrides, QConfig
-from torchq.quantization.qparams import QParams, choose_qparams
+from torchq.report.rows import Row, Weight, check_patterns, check_strict
 
 __all__ = ["calibrate", "convert", "converted_model", "prepare", "prepared_model", "quantize"]
 
@@ -226,13 +227,18 @@ def convert(prepared: Model, strict: bool = False) -> Model:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def converted_model(prepared: Model, strict: bool, every_leaf: bool = False) -> Model:
-    """Convert; ``every_leaf`` must be calibrated, also those that no call of the data reached."""
+def converted_model(
+    prepared: Model, strict: bool, every_leaf: bool = False, weights: PackedWeights | None = None
+) -> Model:
+    """Convert; ``every_leaf`` must be calibrated, also those that no call of the data reached.
+
+    ``weights`` are packed for other layers, too, that will be put into the result.
+    """
     with _ONE_AT_A_TIME, torch.autocast("cpu", enabled=False):
-        return _lowered(prepared, strict, every_leaf)
+        return _lowered(prepared, strict, every_leaf, weights or PackedWeights())
 
 
-def _lowered(prepared: Model, strict: bool, every_leaf: bool) -> Model:
+def _lowered(prepared: Model, strict: bool, every_leaf: bool, weights: PackedWeights) -> Model:
     check_prepared("convert", prepared)
     rows: list[Row] = list(prepared.torchq_report)  # type: ignore[arg-type]
     graphs = dispatches(prepared)
@@ -241,31 +247,33 @@ def _lowered(prepared: Model, strict: bool, every_leaf: bool) -> Model:
     settled, coarse, rows = follow_row_rule(prepared, [d.graph for d in graphs], rows)
     if strict:
         check_strict(rows, prepared.torchq_weights)  # type: ignore[arg-type]
-    layers = _layers(settled)
-    memo, packed = dict[int, Any](), dict[str, nn.Module]()
+    memo = dict[int, Any]()
     for name, module in prepared.named_modules():
         if isinstance(module, SELF_CONTAINED):
             memo[id(module)] = take_hooks(converted(module, name), module)
+    sources: dict[str, list[Source]] = {}
     for dispatch, graph in zip(graphs, settled, strict=True):
         opaque = {
             name: memo[id(graph.graph_module.get_submodule(name))] for name in graph.opaque_names
         }
-        memo[id(dispatch.graph)] = lowered = Lowering(graph, opaque).run()
+        lowering = Lowering(graph, opaque, weights)
+        memo[id(dispatch.graph)] = lowered = lowering.run()
         add_checks(lowered, dispatch.example)
-        packed |= {f"{graph.plan.prefix}{name}": m for name, m in lowered.named_modules()}
+        for name, found in _layers([graph]).items():
+            sources.setdefault(name, []).extend(lowering.source(layer) for _, layer in found)
     for name, module in prepared.named_modules():
         if isinstance(module, ObservedLeaf):
-            leaf = module.coarse() if name in coarse else _leaf(name, module, layers, every_leaf)
+            leaf = converted_leaf(
+                module, sources.get(name, []), every_leaf, weights, name in coarse
+            )
             if leaf is module.module:  # the prepared model keeps its own
                 leaf = copy.deepcopy(leaf, memo)
-            leaf = take_hooks(leaf, module)
-            share_weight(leaf, packed.get(name))  # one by one: few weights exist twice
-            memo[id(module)] = leaf
+            memo[id(module)] = take_hooks(leaf, module)
     result = copy.deepcopy(prepared, memo)
     for dispatch in dispatches(result):
-        _take_parameters(dispatch.graph, memo)
+        _take_tensors(dispatch.graph, memo)
         dispatch.begin(strict)
-    share_weights(result)
+    rows = [_with_copies(row, weights) for row in rows]
     refuse_save_pretrained(result)
     vars(result).update(torchq_report=rows, torchq_weights=prepared.torchq_weights)
     keep_options(prepared, result)
@@ -274,11 +282,19 @@ def _lowered(prepared: Model, strict: bool, every_leaf: bool) -> Model:
     return refusing_conversions(without_gradients(result.eval()))
 
 
-def _take_parameters(graph: nn.Module, memo: dict[int, Any]) -> None:
-    """Give a graph the result's own float parameters: one copy of each, by what was copied."""
+def _with_copies(row: Row, weights: PackedWeights) -> Row:
+    """Return the row of a layer, which says so where its weight is packed several times."""
+    reasons = (row.reason, weights.copies(row.name) if row.is_matmul and row.quantized else "")
+    return replace(row, reason="; ".join(filter(None, reasons)))
+
+
+def _take_tensors(graph: nn.Module, memo: dict[int, Any]) -> None:
+    """Give a graph the result's own parameters, and rows of embeddings: one copy of each."""
     for module in graph.modules():
         for key, parameter in module._parameters.items():
             module._parameters[key] = copy.deepcopy(parameter, memo)
+        for key, buffer in module._buffers.items():
+            module._buffers[key] = memo.get(id(buffer), buffer)
 
 
 def _layers(graphs: list[Prepared]) -> dict[str, list[tuple[Prepared, Layer]]]:
@@ -303,37 +319,6 @@ def _has_other_leaves(owner: nn.Module, dispatch: Dispatch) -> bool:
         if (isinstance(leaf, ObservedLeaf) and leaf.observer is not None)
         or isinstance(leaf, SELF_CONTAINED)
     )
-
-
-def _leaf(
-    name: str,
-    module: ObservedLeaf,
-    layers: dict[str, list[tuple[Prepared, Layer]]],
-    must_convert: bool,
-) -> nn.Module:
-    """Return the quantized leaf, or the float layer where neither graph nor leaf was calibrated.
-
-    What the graph has seen of the source counts as well: most calls take the graph.
-    """
-    own = module.calibrated
-    if name not in layers or module.observer is None:
-        return module.convert() if own or must_convert else module.module
-    seen = [graph.qparams(layer.srcs[0]) for graph, layer in layers[name]]
-    fixed = any(graph.plan.fixed(layer.srcs[0]) for graph, layer in layers[name])
-    src = seen[0]
-    for other in () if fixed else (*seen[1:], *([module.qparams()] if own else ())):
-        src = _wider(src, other, module.config)
-    return module.convert(src)
-
-
-def _wider(a: QParams, b: QParams, config: QConfig) -> QParams:
-    """Return parameters for the values of both."""
-    if (a.dtype, a.bits) != (b.dtype, b.bits):
-        return b
-    if config.symmetric:
-        return a if float(a.scale) > float(b.scale) else b
-    lows, highs = zip(a.range, b.range, strict=True)
-    return choose_qparams(min(lows), max(highs), a.dtype, a.bits)
 
 
 def quantize(

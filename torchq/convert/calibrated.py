@@ -7,9 +7,9 @@ from torch import nn
 
 from torchq.convert.dispatch import Dispatch, dispatches
 from torchq.convert.prepared import Prepared
-from torchq.convert.rows import joined
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.nn.observers import observers
+from torchq.report.rows import joined
 
 
 def check_has_data(prepared: nn.Module, op: str = "convert") -> None:
@@ -21,7 +21,8 @@ def check_has_data(prepared: nn.Module, op: str = "convert") -> None:
     leaves = [leaf for leaf in prepared.modules() if isinstance(leaf, ObservedLeaf)]
     samples = [sample for each in graphs for sample in each.graph.samples]  # type: ignore[union-attr]
     samples += [leaf.sample for leaf in leaves if leaf.sample is not None]
-    found = [*observers(prepared).values(), *samples]
+    owners = [each.graph for each in graphs] or [prepared]  # a leaf may do without what it has seen
+    found = [*(one for owner in owners for one in observers(owner).values()), *samples]
     called = any(each.graph_calls or each.own_calls for each in graphs)
     if found and not called and not any(one.calibrated for one in found):
         if op == "quantize":

@@ -17,8 +17,8 @@ from torch import fx
 from torchq.capture.condition import Condition
 from torchq.capture.guards import Example
 from torchq.capture.terms import COMPUTE, FUNCTIONS
-from torchq.convert.rows import joined
 from torchq.graphs.module import CHECK
+from torchq.report.rows import joined
 
 _RECORDED = {name: f for name, f in (COMPUTE | FUNCTIONS).items() if "." not in name}
 _RECORDED |= {"and": operator.and_, "or": operator.or_, "not": operator.eq,

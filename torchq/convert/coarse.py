@@ -19,10 +19,10 @@ from torchq.convert.fuse import Layer
 from torchq.convert.plan import Plan
 from torchq.convert.prepared import Prepared
 from torchq.convert.report import report_rows
-from torchq.convert.rows import Row
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
 from torchq.quantization.config import resolve
+from torchq.report.rows import Row
 
 DYNAMIC = "dynamic: "
 _FIRST = re.compile(r"_l0(_reverse)?$")  # weights of a network's first layer

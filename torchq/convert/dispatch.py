@@ -26,8 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from torchq.attributes.arguments import as_float32
 from torchq.capture.guards import Example
 from torchq.convert.swap.weights import call_collects, is_capturing_hook, without_capturing_hooks
-from torchq.nn.attached import WATCHING, Attachment, attachment_of, graphs_of
-from torchq.nn.embedding import QEmbedding, QEmbeddingBag
+from torchq.nn.attached import WATCHING, Attachment, attachment_of
 from torchq.nn.leaf import QuantizedLeaf
 from torchq.nn.loading import load_each
 from torchq.nn.packed_proof import with_proof
@@ -36,6 +35,7 @@ from torchq.runtime.library import refuse_onnx_export
 
 _KEY = "torchq_graph."
 """Begins the names of a graph's tensors in the state of its module."""
+_PACKED = ("weight", "compensation", "pair_bound")
 
 
 class Dispatch(Attachment):
@@ -218,9 +218,9 @@ class Dispatch(Attachment):
         for name, layer in self.module.named_modules(remove_duplicate=False):
             for key, tensor in (*layer._parameters.items(), *layer._buffers.items()):
                 if tensor is not None:
-                    leaves[_memory(tensor)] = f"{name}.{key}".lstrip(".")
+                    leaves[memory(tensor)] = f"{name}.{key}".lstrip(".")
         graph = self.graph.state_dict(keep_vars=True)
-        return {name: leaves[_memory(t)] for name, t in graph.items() if _memory(t) in leaves}
+        return {name: leaves[memory(t)] for name, t in graph.items() if memory(t) in leaves}
 
     def load(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool,
@@ -256,7 +256,7 @@ def attach(dispatch: Dispatch) -> None:
     module.register_load_state_dict_pre_hook(dispatch.load)  # type: ignore[no-untyped-call]
 
 
-def _memory(tensor: Tensor) -> tuple[Any, ...]:
+def memory(tensor: Tensor) -> tuple[Any, ...]:
     """Return what tells whether two tensors are the same values in the same memory."""
     address = id(tensor) if tensor.is_meta or tensor.numel() == 0 else tensor.data_ptr()
     return address, tensor.dtype, tensor.shape, tensor.stride()
@@ -302,52 +302,3 @@ def _hooks(module: nn.Module) -> set[tuple[str, int]]:
 def _widened(arguments: Any) -> Any:
     """Return the arguments with bfloat16, which autocast makes of float32, as float32."""
     return tree_map_only(Tensor, as_float32, opened(arguments))
-
-
-_PACKED = ("weight", "compensation", "pair_bound")
-
-
-def share_weights(model: nn.Module) -> None:
-    """Give a leaf the packed weight of the graph's layer of the same name.
-
-    Batch norms that a graph folds into a weight change its scales. Its integers change by a step
-    at most, where the rounding of the product moves one over a tie; those of a channel with a
-    negative factor have the other sign, and such a leaf keeps its own. The rows of embeddings are
-    one tensor for the graph and the modules.
-    """
-    for prefix, graph in graphs_of(model):
-        _share_rows(model.get_submodule(prefix), graph)
-        layers = dict(graph.named_modules())
-        for name, leaf in model.get_submodule(prefix).named_modules():
-            share_weight(leaf, layers.get(name))
-
-
-def _share_rows(owner: nn.Module, graph: nn.Module) -> None:
-    tables = [m.rows for m in owner.modules() if isinstance(m, (QEmbedding, QEmbeddingBag))]
-    for key, own in graph._buffers.items():
-        if own is not None and own.dtype == torch.uint8:
-            same = (rows for rows in tables if rows.shape == own.shape and torch.equal(rows, own))
-            graph._buffers[key] = next(same, own)
-
-
-def share_weight(leaf: nn.Module, layer: nn.Module | None) -> None:
-    """Give a quantized leaf the packed weight of a graph's layer, as :func:`share_weights`."""
-    if not isinstance(leaf, QuantizedLeaf) or layer is None:
-        return
-    own, other = (module._buffers.get("weight") for module in (leaf.layer, layer))
-    if own is not None and other is not None and _is_near(own, other):
-        for key in _PACKED:
-            if key in layer._buffers:
-                leaf.layer._buffers[key] = layer._buffers[key]
-        scales, others = (module._buffers.get("params") for module in (leaf.layer, layer))
-        if scales is not None and others is not None and torch.equal(scales, others):
-            leaf.layer._buffers["params"] = others
-
-
-def _is_near(a: Tensor, b: Tensor) -> bool:
-    """Return whether two packed weights differ by a step at most; 4-bit ones must be equal."""
-    if a is b or a.shape != b.shape or a.dtype != b.dtype:
-        return a is b
-    if torch.equal(a, b):
-        return True
-    return a.dtype == torch.int8 and bool(((a.short() - b.short()).abs() <= 1).all())

@@ -12,10 +12,9 @@ from torch import Tensor, fx, nn
 
 from torchq.capture.module_kinds import MATMUL
 from torchq.capture.ops import Op, Role, clip_bounds, have_one_size, only_reader
-from torchq.nn.batch_norm import TRANSPOSED, Affine, combined, fold_affines
+from torchq.nn.batch_norm import TRANSPOSED, Affine, fold_affines
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.float_modules import Add, Attention, Cat, Mul
-from torchq.quantization.recipes.equalization import with_source_factors
 
 HARD = (Role.MATMUL, Role.PRODUCT)
 """What int8 is for: they quantize what they read."""
@@ -37,7 +36,7 @@ class Layer:
         function: of a UNARY, what the whole chain computes.
         slopes: of a leaky relu behind it, one per channel.
         fake: the fake quantizer of its result.
-        src_factors: what each channel of its source was divided by.
+        src_factors: what each channel of its source was divided by; float modules lack them.
     """
 
     op: Op
@@ -67,20 +66,14 @@ class Layer:
 
     def float_module(self) -> nn.Module:
         """Return the main operation with the factors and shifts folded into it."""
+        return fold_affines(self.unfolded(), self.affines)
+
+    def unfolded(self) -> nn.Module:
+        """Return the main operation alone; of a NORM, a convolution that changes nothing."""
         norm = self.op.role is Role.NORM
         module = _identity(self.dst.meta["value"].shape) if norm else self.op.module
         assert module is not None
-        folded = fold_affines(module, self.affines)
-        factors = self.src_factors
-        return folded if factors is None else with_source_factors(folded, factors)
-
-    def weight_scale(self) -> Tensor | None:
-        """Scales that the weight was trained with, times the factors folded into it."""
-        scale = self.op.weight_scale
-        if scale is None:
-            return None
-        factor = combined(self.affines)[0].abs()
-        return (scale * torch.where(factor > 0, factor, 1)).float()
+        return module
 
 
 def find_layers(ops: dict[fx.Node, Op]) -> list[Layer]:

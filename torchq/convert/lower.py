@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torchq.capture.graph import is_reserved
 from torchq.capture.ops import Op, Role, Split, is_resampling, reads_strides
 from torchq.convert.concatenations import shared_qparams
+from torchq.convert.converted_leaves import Source
 from torchq.convert.fuse import Layer
 from torchq.convert.outliers import Outliers
 from torchq.convert.prepared import Prepared
@@ -20,8 +21,9 @@ from torchq.convert.quantized_layers import lookup, quantized
 from torchq.graphs.module import QuantizedGraph
 from torchq.nn.attention import DynamicQAttention
 from torchq.nn.float_modules import Attention, Cat
-from torchq.nn.from_float import dynamic_from_float, naming, pool_from_float
+from torchq.nn.from_float import naming, pool_from_float
 from torchq.nn.model_state import twin
+from torchq.nn.packed_weights import PackedWeights
 from torchq.nn.pad import QPad
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
 from torchq.quantization.qparams import QParams
@@ -35,9 +37,17 @@ class Lowering:
     written when somebody reads it.
     """
 
-    def __init__(self, prepared: Prepared, opaque: dict[str, nn.Module]) -> None:
-        """``opaque``: submodules that were converted by themselves."""
-        self.prepared, self.plan = prepared, prepared.plan
+    def __init__(
+        self, prepared: Prepared, opaque: dict[str, nn.Module], weights: PackedWeights
+    ) -> None:
+        """Start an empty graph.
+
+        Args:
+            prepared: calibrated.
+            opaque: submodules that were converted by themselves.
+            weights: of the conversion.
+        """
+        self.prepared, self.plan, self._weights = prepared, prepared.plan, weights
         self.graph = fx.Graph()
         self.modules: dict[str, Any] = {}
         self._opaque, self._names = opaque, dict[str, str]()
@@ -258,16 +268,15 @@ class Lowering:
             node = self._int8[layer.dst] = self._int8[host.dst]
             self.modules[str(node.target)].with_lookup(lookup(layer, self.plan, self.qparams))
             return
-        ends = layer.srcs[0], layer.dst  # whose channels may have scales of their own
-        before, behind = (self._between.get(self.plan.root(node)) for node in ends)
+        behind = self._between.get(self.plan.root(layer.dst))  # its channels have their own scales
 
         def qparams(node: fx.Node) -> QParams:
             return behind.dst if behind and node is layer.dst else self.qparams(node)
 
         with naming(f"{self.plan.prefix}{layer.op.base}"):
-            factors = before.factors if before else None
-            adjusted = replace(self._outliers.adjusted(layer), src_factors=factors)
-            module = quantized(adjusted, self.plan, qparams)
+            factors = self._source_factors(layer)
+            adjusted = replace(layer, src_factors=factors)
+            module = quantized(adjusted, self.plan, qparams, self._weights)
         if note := self._outliers.note(layer):
             module.with_recipe(note)  # type: ignore[operator]
         sources, size = self._sources(layer), {}
@@ -276,6 +285,18 @@ class Lowering:
         dst = self._flat(layer.op, self.call(layer.op.name, module, *sources, **size))
         form = self._int8 if self.plan.emits_int8(layer) else self._float
         form[layer.dst] = dst if form is self._int8 else self._as_in_model(layer.dst, dst)
+
+    def source(self, layer: Layer) -> Source:
+        """Return how a layer reads its first source."""
+        src, fixed = layer.srcs[0], self.plan.fixed(layer.srcs[0]) is not None
+        factors = self._source_factors(layer)
+        return Source(self.qparams(src), self.prepared.qparams(src), fixed, factors)
+
+    def _source_factors(self, layer: Layer) -> Tensor | None:
+        """Return what the channels of a layer's source are divided by; None for nothing."""
+        between = self._between.get(self.plan.root(layer.srcs[0]))
+        factors = self._outliers.factors.get(layer.srcs[0])
+        return factors if between is None else between.factors
 
     def _sources(self, layer: Layer) -> list[Any]:
         """Return what the layer's module is called with."""
@@ -297,11 +318,12 @@ class Lowering:
         def qparams(node: fx.Node) -> QParams:
             return self._outliers.beside.get(node) or self.qparams(node)
 
-        inner: Any = quantized(hidden.first, self.plan, qparams)
+        inner: Any = quantized(hidden.first, self.plan, qparams, self._weights)
         inner.with_lookup(lookup(hidden.function, self.plan, qparams))
         src = self.int8_of(hidden.first.srcs[0])
         large = self.call(f"{hidden.first.op.name}_large", inner, src)
-        outer = quantized(hidden.second, self.plan, qparams, emits_float=True)
+        weights = self._weights
+        outer = quantized(hidden.second, self.plan, qparams, weights, emits_float=True)
         return self.call(f"{layer.op.name}_large", outer, large, residual)
 
     def _dynamic(self, op: Op) -> fx.Node:
@@ -313,9 +335,9 @@ class Lowering:
             return self._as_in_model(op.node, dst, op.srcs[0].meta["value"].dtype)
         config = self.plan.config(op.base)
         assert isinstance(op.module, nn.Linear) and config is not None
-        with naming(f"{self.plan.prefix}{op.base}"):
-            sample = self.prepared.sample(op.base)
-            linear = dynamic_from_float(op.module, config, op.weight_scale, sample)
+        name, sample = f"{self.plan.prefix}{op.base}", self.prepared.sample(op.base)
+        with naming(name):
+            linear = self._weights.dynamic(name, op.module, config, op.weight_scale, sample)
         if op.post_ops:
             operands = [self.float_of(operand) for operand in op.operands]
             sources += [op.post_ops, operands or None]

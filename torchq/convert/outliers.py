@@ -9,8 +9,9 @@ of the channels in the calibration data tell where; other values stay as they ar
   and the columns of their weights are divided by it: see
   :mod:`torchq.quantization.recipes.smoothing`.
 - A hidden layer is a linear layer, a function that becomes its table, and a second linear layer.
-  Its large channels get linear layers of their own, with scales of their own; their products are
-  added to the residual, and their columns of the second weight are zero.
+  The range of its values is that of all but the large channels, and clips these. What is clipped
+  off gets linear layers of its own, with scales of their own, whose products are added to the
+  residual.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 # Of the expected error, at most. MiniLM's norms have 0.08 to 0.61; at 0.54 a narrow ConvNeXt of
 # random weights lost 6 dB, since the range of smoothed values is not clipped.
 _WORTH = 0.45
+_STEPS = 256  # of a function, for the range of its results
 _WORTH_LAYERS = 0.4  # for layers apart: MiniLM's hidden layers have 0.05 to 0.36, and 0.48
 
 
@@ -116,7 +119,7 @@ class Outliers:
         factors: value -> what its channels are divided by.
         channels: result of a hidden layer -> its large channels.
         qparams: value -> parameters without its large channels.
-        beside: value -> parameters of its large channels.
+        beside: value -> parameters of what these clip off its large channels.
         shared: values that a layer beside another one reads, too.
     """
 
@@ -166,7 +169,12 @@ class Outliers:
             low, high = seen.min_value, seen.max_value
             within = float(low[others].min()), float(high[others].max())
             self.qparams[node] = self._prepared.qparams(node, within)
-            self.beside[node] = self._of_range(hidden.first, low[large], high[large])
+        low, high = before.min_value[large], before.max_value[large]
+        self.beside[ends[0]] = self._of_range(hidden.first, low, high)
+        steps = torch.linspace(0, 1, _STEPS, dtype=torch.float32, device="cpu")
+        steps = low.min() + (high.max() - low.min()) * steps
+        clipped = self._clipped_off(hidden, steps)
+        self.beside[ends[1]] = self._of_range(hidden.first, clipped, clipped)
         self.shared.add(hidden.first.srcs[0])
         self.channels[hidden.second.dst] = large
         self._hidden[hidden.second.dst] = hidden
@@ -177,6 +185,13 @@ class Outliers:
             f"error {_decibels(error)}"
         )
 
+    def _clipped_off(self, hidden: Hidden, values: Tensor) -> Tensor:
+        """Return what the function gives beyond that which the ranges of the others let pass."""
+        function = hidden.function.function
+        assert function is not None
+        before, after = (self.qparams[layer.dst].range for layer in hidden[:2])
+        return function(values) - function(values.clamp(*before)).clamp(*after)
+
     def is_shared(self, node: fx.Node) -> bool:
         """Return whether layers read the value after one quantization."""
         return node in self.factors or node in self.shared
@@ -184,19 +199,6 @@ class Outliers:
     def note(self, layer: Layer) -> str:
         """Return what the report says of a layer; "" for nothing."""
         return self._notes.get(layer.dst, "")
-
-    def adjusted(self, layer: Layer) -> Layer:
-        """Return the layer with the weight that fits its source."""
-        factors, channels = self.factors.get(layer.srcs[0]), self.channels.get(layer.dst)
-        if factors is None and channels is None:
-            return layer
-        module = layer.float_module()
-        assert isinstance(module, nn.Linear)
-        if factors is None:
-            factors = torch.ones_like(module.weight[0])
-        if channels is not None:
-            factors = factors.index_fill(0, channels, 0.0)
-        return _of(layer, module.weight * factors, module.bias)
 
     def apart(self, layer: Layer) -> Hidden | None:
         """Return the hidden layer of a layer's large source channels; None for other layers."""
@@ -212,8 +214,9 @@ class Outliers:
             above if factors is None else above * factors,
             None if bias is None else bias[channels],
         )
+        function = replace(hidden.function, function=partial(self._clipped_off, hidden))
         second = replace(layer, clip=None, slopes=None)  # both follow the whole sum
-        return Hidden(first, hidden.function, _of(second, columns.weight[:, channels], None))
+        return Hidden(first, function, _of(second, columns.weight[:, channels], None))
 
     def _of_range(self, layer: Layer, low: Tensor, high: Tensor) -> QParams:
         """Return parameters for all of these ranges, as the layer's configuration has them."""

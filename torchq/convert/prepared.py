@@ -19,7 +19,6 @@ from torchq.convert.equalize import between, channel_axis, magnitudes, pairs
 from torchq.convert.fuse import Layer
 from torchq.convert.outliers import observed_nodes
 from torchq.convert.plan import Plan
-from torchq.convert.rows import Row
 from torchq.graphs.data import graph_of, plain_nodes
 from torchq.quantization.config import Overrides, QConfig
 from torchq.quantization.observers import HistogramObserver, Observer, PerChannelMinMaxObserver
@@ -27,6 +26,7 @@ from torchq.quantization.qparams import QParams
 from torchq.quantization.recipes.equalization import Between
 from torchq.quantization.recipes.rows import RowPowers
 from torchq.quantization.recipes.sample import SourceSample
+from torchq.report.rows import Row
 
 _VALUES = 64  # of a channel, at least: a range of fewer may be far from that of other data
 

@@ -4,21 +4,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx, nn
 
-from torchq.attributes.post_ops import PostOps
+from torchq.attributes.post_ops import PostOps, foldable, post_ops_of
 from torchq.capture.ops import Role, append_clip
 from torchq.convert.fuse import Layer
 from torchq.nn.attention import QAttention
-from torchq.nn.batch_norm import combined
+from torchq.nn.batch_norm import channels, combined, fold_affines, with_bias
 from torchq.nn.binary import QAdd, QCat, QMul
 from torchq.nn.float_modules import Add, Attention, Cat
-from torchq.nn.from_float import matmul_from_float, pool_from_float
+from torchq.nn.from_float import Pack, matmul_from_float, pool_from_float
 from torchq.nn.matmul import QMatMul
 from torchq.nn.module import QModule
+from torchq.nn.packed_weights import PackedWeights
 from torchq.nn.quantize import QLookup
+from torchq.nn.weight import QuantizedWeight
 from torchq.quantization.qparams import QParams
 
 if TYPE_CHECKING:
@@ -27,10 +31,21 @@ if TYPE_CHECKING:
 QParamsOf = Callable[[fx.Node], QParams]
 
 
-def quantized(layer: Layer, plan: Plan, qparams: QParamsOf, emits_float: bool = False) -> QModule:
+def quantized(
+    layer: Layer,
+    plan: Plan,
+    qparams: QParamsOf,
+    weights: PackedWeights,
+    emits_float: bool = False,
+) -> QModule:
     """Return the module that computes the layer from int8 sources, and perhaps a float32 residual.
 
-    ``emits_float``: the result is float32, whatever the plan says.
+    Args:
+        layer: of the plan.
+        plan: of its graph.
+        qparams: parameters of a value.
+        weights: of the conversion.
+        emits_float: the result is float32, whatever the plan says.
 
     Raises:
         TypeError, ValueError, NotImplementedError: the module's own reasons.
@@ -40,7 +55,7 @@ def quantized(layer: Layer, plan: Plan, qparams: QParamsOf, emits_float: bool = 
     dst = None if emits_float else _dst(layer, plan, qparams)
     srcs = [qparams(src) for src in layer.srcs]
     if layer.role is Role.MATMUL:
-        return _matmul(layer, plan, qparams, dst)
+        return _matmul(layer, plan, qparams, dst, weights)
     if layer.role is Role.MEAN:
         assert layer.op.module is not None
         return pool_from_float(layer.op.module, srcs[0], dst=dst or "f32")
@@ -70,7 +85,56 @@ def _dst(layer: Layer, plan: Plan, qparams: QParamsOf) -> QParams | None:
     return qparams(layer.dst) if plan.emits_int8(layer) else None
 
 
-def _matmul(layer: Layer, plan: Plan, qparams: QParamsOf, dst: QParams | None) -> QModule:
+def _matmul(
+    layer: Layer, plan: Plan, qparams: QParamsOf, dst: QParams | None, weights: PackedWeights
+) -> QModule:
+    config = plan.config(layer.op.base)
+    assert config is not None
+    chain = _chain(layer, plan, qparams)
+    per_tensor = config.weight_granularity == "per_tensor" and layer.op.weight_scale is None
+    folds = foldable(chain, torch.float32 if dst is None else dst.dtype)
+    name = f"{plan.prefix}{layer.op.base}"
+    module, first, pack = _with_affines(layer, name, weights, per_tensor, folds)
+    chain, src = post_ops_of([*first, *chain]), qparams(layer.srcs[0])
+    scale = layer.op.weight_scale
+    return matmul_from_float(module, src, dst, config, chain, scale, pad=layer.pad, pack=pack)
+
+
+def _with_affines(
+    layer: Layer, name: str, weights: PackedWeights, per_tensor: bool, folds: bool
+) -> tuple[nn.Module, PostOps, Pack]:
+    """Return the float layer, the post-ops that its affines become, and what packs its weight.
+
+    Factors of channels change the scales of the weight alone, so that the model's own code reads
+    the same integers. Scales are positive: signs and zeros become a post-op, which folds. Integers
+    have the factors where one scale serves all channels, or where the post-ops behind do not fold.
+    """
+    module = layer.unfolded()
+    if not layer.affines:
+        return module, PostOps(), weights.packing(name, layer.src_factors)
+    factor, shift = combined(layer.affines, module.bias)  # type: ignore[arg-type]
+    bias = shift.expand(channels(module)).float()
+    signs = factor.sign().float()
+    if (per_tensor and factor.numel() > 1) or (bool((signs <= 0).any()) and not folds):
+        folded = fold_affines(module, layer.affines)
+        return folded, PostOps(), weights.packing(name, layer.src_factors, module)
+    pack = partial(_scaled, weights.packing(name, layer.src_factors), factor)
+    if bool((signs > 0).all()):
+        return with_bias(module, bias), PostOps(), pack
+    chain = PostOps().append_binary("mul", signs.expand(channels(module)), 2)
+    return with_bias(module, None), chain.append_binary("add", bias, 2), pack
+
+
+def _scaled(pack: Pack, factor: Tensor, *args: Any) -> QuantizedWeight:
+    """Return what ``pack`` gives, with scales that are multiplied by magnitudes of factors."""
+    made = pack(*args)
+    size = torch.where(factor == 0, 1, factor.abs())
+    least = torch.finfo(torch.float32).tiny
+    return made._replace(scale=(made.scale * size).float().clamp(min=least))
+
+
+def _chain(layer: Layer, plan: Plan, qparams: QParamsOf) -> PostOps:
+    """Return the post-ops behind the affines."""
     chain = PostOps()
     if layer.residual is not None and plan.comes_as_int8(layer.residual):
         residual = qparams(layer.residual)
@@ -81,11 +145,7 @@ def _matmul(layer: Layer, plan: Plan, qparams: QParamsOf, dst: QParams | None) -
         chain.append_prelu(layer.slopes, 2)
     if (clip := _clip(layer, plan)) is not None:
         append_clip(chain, clip)
-    config = plan.config(layer.op.base)
-    assert config is not None
-    src, module = qparams(layer.srcs[0]), layer.float_module()
-    scale = layer.weight_scale()
-    return matmul_from_float(module, src, dst, config, chain, scale, pad=layer.pad)
+    return chain
 
 
 def _factor(layer: Layer, plan: Plan) -> PostOps:

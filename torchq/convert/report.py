@@ -13,7 +13,7 @@ from torchq.capture.ops import Op, Role
 from torchq.capture.patterns import GETITEM, row_of
 from torchq.convert.fuse import Layer
 from torchq.convert.plan import Plan
-from torchq.convert.rows import READ, Row
+from torchq.report.rows import READ, Row
 
 ONCE = "nothing that it reads depends on the inputs: it is computed once"
 

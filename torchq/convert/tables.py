@@ -9,12 +9,12 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from torchq.attributes.options import EmbeddingBits
-from torchq.convert.rows import Row
 from torchq.convert.swap.leaves import equivalent_layer
 from torchq.nn.embedding import QEmbedding, QEmbeddingBag
 from torchq.nn.from_float import quantized_class
 from torchq.nn.leaf import take_hooks, without_hooks
 from torchq.quantization.config import Overrides, QConfig, resolve
+from torchq.report.rows import Row
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 

@@ -9,12 +9,12 @@ from torch import nn
 
 from torchq.convert.dispatch import dispatches
 from torchq.convert.prepared import Prepared
-from torchq.convert.rows import Row
 from torchq.convert.sources import CHECKS, CLIPS, input_names, source_name
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.nn.clip_counter import SHARE, warn
 from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
 from torchq.quantization.observers import Observer, PercentileObserver
+from torchq.report.rows import Row
 
 _ROWS = 4
 """Fewer are no sample: a range of 4 rows still misses every fifth new row's extremes."""

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchq.convert.rows import Row, Weight
 from torchq.nn.float_weight import written
 from torchq.nn.model_state import twin
 from torchq.nn.trees import copied
+from torchq.report.rows import Row, Weight
 
 _OPERANDS = {
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "linear", "_grouped_mm"), (0, 1)),

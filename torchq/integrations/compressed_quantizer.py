@@ -35,11 +35,14 @@ def load(folder: Path, facts: Mapping[str, Any], layers: Layers, model_class: An
     if model_class is None:
         model_class = _class_of(facts)
     try:
-        config = transformers.AutoConfig.from_pretrained(folder)
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         for part in (config, config.get_text_config()):  # else transformers' own reader takes it
             vars(part).pop("quantization_config", None)
         model = model_class.from_pretrained(
-            folder, config=config, quantization_config=_Config(folder, layers)
+            folder,
+            config=config,
+            quantization_config=_Config(folder, layers),
+            trust_remote_code=False,
         )
     except (ImportError, MemoryError):  # of the machine
         raise

@@ -23,7 +23,6 @@ from torchq.attributes.options import (
     WeightBits,
 )
 from torchq.capture.module_kinds import MAX_REDUCTION, TOO_LONG
-from torchq.convert.rows import Row
 from torchq.convert.swap.checks import check_finite
 from torchq.convert.swap.leaves import equivalent_layer
 from torchq.convert.swap.observed import ObservedLeaf
@@ -40,6 +39,7 @@ from torchq.nn.inputs import without_gradients
 from torchq.nn.leaf import Leaf, QuantizedLeaf, take_hooks, without_hooks
 from torchq.quantization.config import QConfig
 from torchq.quantization.ranges import check_choice
+from torchq.report.rows import Row
 
 try:
     from transformers.core_model_loading import ConversionOps, WeightRenaming, rename_source_key

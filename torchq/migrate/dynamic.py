@@ -18,7 +18,6 @@ from torchq.capture.module_kinds import (
     is_patched,
     why_float,
 )
-from torchq.convert.rows import Row
 from torchq.convert.self_contained import converted, observed
 from torchq.convert.swap.checks import check_model
 from torchq.convert.swap.flow import plain_copy
@@ -35,6 +34,7 @@ from torchq.nn.inputs import Model, without_gradients
 from torchq.nn.leaf import take_hooks, without_hooks
 from torchq.qat.known_scales import put
 from torchq.quantization.config import QConfig
+from torchq.report.rows import Row
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _FORMS = (nn.Linear, *_CONVS, *TABLES, *RECURRENT)

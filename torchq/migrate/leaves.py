@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from torchq.attributes.post_ops import PostOps
 from torchq.capture.module_kinds import MATMUL, RECURRENT
-from torchq.convert.rows import Row
 from torchq.functional.int4 import pack_linear_int4
 from torchq.functional.packing import pack_linear
 from torchq.nn import (
@@ -22,10 +21,12 @@ from torchq.nn import (
     DynamicQLinearInt4,
     QuantizedLeaf,
 )
-from torchq.nn.from_float import matmul_from_float
+from torchq.nn.from_float import Pack, matmul_from_float
 from torchq.nn.leaf import without_padding
+from torchq.nn.weight import packed_weight
 from torchq.quantization.config import QConfig
 from torchq.quantization.qparams import QParams
+from torchq.report.rows import Row
 
 LAYERS = (*MATMUL, *RECURRENT)
 
@@ -78,7 +79,11 @@ def int4_leaf(
 
 
 def static_leaf(
-    layer: nn.Module, scales: Tensor, src: QParams, dtype: torch.dtype = torch.float32
+    layer: nn.Module,
+    scales: Tensor,
+    src: QParams,
+    dtype: torch.dtype = torch.float32,
+    pack: Pack = packed_weight,
 ) -> QuantizedLeaf:
     """Return the leaf of a layer whose source has known parameters.
 
@@ -87,9 +92,10 @@ def static_leaf(
         scales: of the weight, one or one per output channel.
         src: parameters of its source.
         dtype: that the layer has in its model.
+        pack: returns the quantized weight.
     """
     plain = without_padding(layer)
-    made = matmul_from_float(plain, src, None, QConfig(), PostOps(), scales)
+    made = matmul_from_float(plain, src, None, QConfig(), PostOps(), scales, pack=pack)
     return QuantizedLeaf.of(layer.to(dtype), made)
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.convert.dispatch import dispatches, share_weights
+from torchq.convert.dispatch import dispatches
 from torchq.migrate.ao_graph import AoGraph, Params, the_only
 from torchq.migrate.ao_modules import (
     DYNAMIC,
@@ -25,6 +25,7 @@ from torchq.migrate.leaves import report, static_leaf
 from torchq.nn.conversions import refusing_conversions
 from torchq.nn.inputs import Inputs, Model, split_inputs, without_gradients, working_copy
 from torchq.nn.leaf import QuantizedLeaf
+from torchq.nn.packed_weights import PackedWeights
 from torchq.nn.trees import copied
 from torchq.qat.known_scales import put, rounding, with_known_scales
 from torchq.quantization.qparams import QParams
@@ -82,14 +83,13 @@ def from_torch_ao(model: Model, example_inputs: Inputs | None = None) -> Model:
     if example_inputs is not None and not taken.dynamic:
         modules = result.named_modules()
         floats = [n for n, m in modules if isinstance(m, FLOATS) and n not in taken.layers]
-        result = with_known_scales(result, example_inputs, floats)
+        result = with_known_scales(result, example_inputs, floats, weights=taken.weights)
     if not dispatches(result):
         kinds = {name: type(layer).__name__ for name, (layer, _) in taken.layers.items()}
         kinds = {name: kinds[name] for name in leaves} | taken.dynamic
         vars(result)["torchq_report"] = report(result, kinds, dict.fromkeys(taken.layers, _UNKNOWN))
     put(result, leaves)
     put(result, rounding(result))
-    share_weights(result)
     return cast(Model, refusing_conversions(without_gradients(result.eval())))
 
 
@@ -101,11 +101,13 @@ class _Taken:
         dynamic: names of dynamic layers, and their classes in torch.ao.
         layers: float layers with a static source, by their names in the result, and their weights.
         problems: what has no form here, and why.
+        weights: of the leaves and of graphs.
     """
 
     def __init__(self, model: nn.Module, example_inputs: Inputs | None) -> None:
         self.model, self.ao = model, AoGraph(model)
         self.modules: dict[str, nn.Module] = {}
+        self.weights = PackedWeights()
         self.dynamic, self.layers = self.ao.dynamic, self.ao.layers
         self.problems = self.ao.problems
         dtypes = [params[2] for params in self.ao.params.values()]
@@ -172,7 +174,7 @@ class _Taken:
     def _leaf(self, name: str, params: Params) -> QuantizedLeaf:
         (layer, weight), (scale, zero_point, dtype) = self.layers[name], params
         src = QParams.per_tensor(scale, zero_point, _DTYPES[dtype])
-        return static_leaf(layer, weight_scales(weight), src)
+        return static_leaf(layer, weight_scales(weight), src, pack=self.weights.packing(name))
 
     def _check(self) -> None:
         """Raise ValueError where there is nothing to take, or something cannot be taken."""

@@ -32,6 +32,14 @@ def fold_affines(module: Any, affines: Sequence[Affine]) -> nn.Module:
     return folded  # type: ignore[no-any-return]
 
 
+def with_bias(module: Any, bias: Tensor | None) -> nn.Module:
+    """Return a layer of the same weight with this bias."""
+    other = copy.copy(module)
+    own = None if bias is None else nn.Parameter(bias.contiguous(), False)
+    vars(other)["_parameters"] = {**module._parameters, "bias": own}
+    return other  # type: ignore[no-any-return]
+
+
 def combined(affines: Sequence[Affine], bias: Tensor | None = None) -> Affine:
     """All of them as one, behind the addition of a bias."""
     scale = torch.ones((), dtype=torch.float64, device="cpu")

@@ -13,9 +13,9 @@ from torchq.attributes.options import Granularity
 from torchq.attributes.post_ops import PostOps
 from torchq.functional.arguments import conv_geometry
 from torchq.functional.depthwise import join_at_dw_conv
-from torchq.functional.packing import PackedWeight, pack_conv
+from torchq.functional.packing import PackedWeight
 from torchq.nn.layer import DIRECT, QLayer, sources_of
-from torchq.nn.weight import quantized_weight
+from torchq.nn.weight import QuantizedWeight, packed_weight
 from torchq.quantization.qparams import QParams
 
 _conv = torch.ops.torchq.conv  # looking it up would cost 0.2 us a call
@@ -161,6 +161,7 @@ class QConv(QLayer):
         pad: tuple[Sequence[int], Sequence[int]] | None = None,
         contiguous: bool = False,
         dw: "QConv | None" = None,
+        quantized: QuantizedWeight | None = None,
     ) -> Self:
         """Quantize the weight symmetrically and pack it.
 
@@ -178,6 +179,8 @@ class QConv(QLayer):
             pad: more zeros before and after, one per spatial dimension.
             contiguous: make dst contiguous instead of channels-last, for code that calls ``view``.
             dw: a depthwise convolution that takes this one's result.
+            quantized: the weight, quantized and packed already; the arguments of these steps are
+                then not read.
 
         Raises:
             NotImplementedError: ``padding_mode`` is not "zeros".
@@ -193,10 +196,9 @@ class QConv(QLayer):
                 f"torchq.nn.{cls.__name__}: padding_mode must be 'zeros', got "
                 f"'{module.padding_mode}'. Pad with a separate module in front of the convolution."
             )
-        weight, scale, zero_point = quantized_weight(
-            module.weight.detach(), granularity, bits, weight_scale, affine=affine
+        packed, scale, zero_point = quantized or packed_weight(
+            module, granularity, bits, weight_scale, affine
         )
-        packed = pack_conv(weight, module.groups, module.dilation)
         begin, end = paddings(module)
         if pad is not None:
             begin, end = (

@@ -11,9 +11,9 @@ from typing_extensions import Self
 from torchq.attributes.options import Granularity
 from torchq.attributes.post_ops import PostOps
 from torchq.functional.arguments import conv_transpose_geometry
-from torchq.functional.packing import PackedWeight, pack_conv_transpose
+from torchq.functional.packing import PackedWeight
 from torchq.nn.layer import DIRECT, QLayer, sources_of
-from torchq.nn.weight import quantized_weight
+from torchq.nn.weight import QuantizedWeight, packed_weight
 from torchq.quantization.qparams import QParams
 
 _conv_transpose = torch.ops.torchq.conv_transpose  # looking it up would cost 0.2 us a call
@@ -97,6 +97,7 @@ class QConvTranspose(QLayer):
         affine: bool = False,
         post_ops: PostOps | None = None,
         contiguous: bool = False,
+        quantized: QuantizedWeight | None = None,
     ) -> Self:
         """Quantize the weight symmetrically, per output channel, and pack it.
 
@@ -116,12 +117,12 @@ class QConvTranspose(QLayer):
                 symmetric int8 one. It costs a sum over the source in every call.
             post_ops: applied before the destination is quantized.
             contiguous: make dst contiguous instead of channels-last, for code that calls ``view``.
+            quantized: the weight, quantized and packed already; the arguments of these steps are
+                then not read.
         """
-        groups = module.groups
-        weight, scale, zero_point = quantized_weight(
-            module.weight.detach(), granularity, bits, weight_scale, 1, groups, affine
+        packed, scale, zero_point = quantized or packed_weight(
+            module, granularity, bits, weight_scale, affine
         )
-        packed = pack_conv_transpose(weight, groups, module.stride, module.dilation)
         return cls(
             packed,
             scale,

@@ -12,7 +12,7 @@ from torchq.functional.linears import RANGES, check_dynamic_weight
 from torchq.functional.packing import PackedWeight, empty_packed, pack_linear
 from torchq.functional.placeholders import placeholder
 from torchq.nn.row_quantized import RowQuantizedLinear
-from torchq.quantization.qparams import weight_qparams
+from torchq.nn.weight import QuantizedWeight, packed_weight
 from torchq.quantization.ranges import check_choice
 from torchq.quantization.recipes.linear import Recipe
 
@@ -84,6 +84,7 @@ class DynamicQLinear(RowQuantizedLinear):
         bits: int = 8,
         weight_scale: Tensor | None = None,
         recipe: Recipe | None = None,
+        quantized: QuantizedWeight | None = None,
     ) -> "DynamicQLinear":
         """Quantize the weight symmetrically and pack it.
 
@@ -95,16 +96,14 @@ class DynamicQLinear(RowQuantizedLinear):
             bits: of the weight, 8 or 7.
             weight_scale: of the weight, where it is known: one, or one per output.
             recipe: another weight and bias, for a source that is multiplied by its factors.
+            quantized: the weight, quantized and packed already; without a recipe.
         """
-        weight, factor, note = module.weight.detach(), None, ""
-        bias: Tensor | None = module.bias
         if recipe is not None:
-            weight, bias, weight_scale = recipe.weight, recipe.bias, recipe.weight_scale
-            factor, note = recipe.src_factor, recipe.note
-        if weight_scale is None:
-            weight_scale = weight_qparams(weight, granularity, bits).scale
-        packed = pack_linear(quantize_weight(weight, weight_scale.reshape(-1, 1), bits))
-        return cls(packed, weight_scale, bias, src_range, factor, note)
+            scale = recipe.weight_scale.reshape(-1, 1)
+            packed = pack_linear(quantize_weight(recipe.weight, scale, bits))
+            return cls(packed, scale, recipe.bias, src_range, recipe.src_factor, recipe.note)
+        packed, scale, _ = quantized or packed_weight(module, granularity, bits, weight_scale)
+        return cls(packed, scale, module.bias, src_range)
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> "DynamicQLinear":

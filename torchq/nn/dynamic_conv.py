@@ -15,7 +15,7 @@ from torchq.functional.packing import PackedWeight, empty_packed, pack_conv
 from torchq.functional.placeholders import placeholder
 from torchq.nn.conv import paddings
 from torchq.nn.module import QModule
-from torchq.nn.weight import quantized_weight
+from torchq.nn.weight import QuantizedWeight, packed_weight
 
 
 class DynamicQConv(QModule):
@@ -99,6 +99,7 @@ class DynamicQConv(QModule):
         granularity: Granularity = "per_channel",
         bits: int = 8,
         weight_scale: Tensor | None = None,
+        quantized: QuantizedWeight | None = None,
     ) -> Self:
         """Quantize the weight symmetrically and packs it.
 
@@ -107,6 +108,7 @@ class DynamicQConv(QModule):
             granularity: of the weight scale, "per_channel" or "per_tensor".
             bits: of the weight, 8 or 7.
             weight_scale: of the weight, where it is known: one, or one per output channel.
+            quantized: the weight, quantized and packed already.
 
         Raises:
             NotImplementedError: ``padding_mode`` is not "zeros".
@@ -116,16 +118,18 @@ class DynamicQConv(QModule):
                 f"torchq.nn.{cls.__name__}: padding_mode must be 'zeros', got "
                 f"'{module.padding_mode}'. Pad with a separate module in front of the convolution."
             )
-        values = module.weight.detach()
-        weight, scale, _ = quantized_weight(values, granularity, bits, weight_scale)
-        return cls.from_int8(module, weight, scale)
+        made = quantized or packed_weight(module, granularity, bits, weight_scale)
+        return cls._of(module, made.packed, made.scale)
 
     @classmethod
     def from_int8(cls, module: Any, weight: Tensor, weight_scale: Tensor) -> Self:
         """Take the weight as int8, and all else from a float layer, which pads with zeros."""
+        return cls._of(module, pack_conv(weight, module.groups, module.dilation), weight_scale)
+
+    @classmethod
+    def _of(cls, module: Any, packed: PackedWeight, weight_scale: Tensor) -> Self:
         begin, end = paddings(module)
         sides = {"stride": module.stride, "padding": begin, "padding_end": end}
-        packed = pack_conv(weight, module.groups, module.dilation)
         return cls(packed, weight_scale, module.bias, **sides)
 
     @classmethod

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,10 +13,14 @@ from torchq.attributes.arguments import as_float32
 from torchq.attributes.post_ops import PostOps
 from torchq.nn.dynamic_int4 import DynamicQLinearInt4
 from torchq.nn.module import QModule
+from torchq.nn.weight import QuantizedWeight, packed_weight
 from torchq.quantization.config import QConfig
 from torchq.quantization.qparams import QParams
 from torchq.quantization.recipes.linear import linear_recipe
 from torchq.quantization.recipes.sample import SourceSample
+
+Pack = Callable[..., QuantizedWeight]
+"""Takes the arguments of :func:`~torchq.nn.weight.packed_weight` up to the scale."""
 
 
 def quantized_class(module: nn.Module, prefix: str = "Q") -> Any:
@@ -42,6 +46,7 @@ def matmul_from_float(
     *,
     pad: tuple[list[int], list[int]] | None = None,
     contiguous: bool = False,
+    pack: Pack = packed_weight,
 ) -> QModule:
     """Return a float linear layer or convolution, between tensors with these parameters.
 
@@ -54,13 +59,10 @@ def matmul_from_float(
         weight_scale: of the weight, where it is known: one, or one per output channel.
         pad: zeros before and after each spatial dim, beside those of the convolution.
         contiguous: make the destination of a convolution contiguous instead of channels-last.
+        pack: returns the quantized weight.
     """
-    options: dict[str, Any] = {
-        "granularity": config.weight_granularity,
-        "bits": config.int8_bits,
-        "weight_scale": weight_scale,
-        "post_ops": post_ops,
-    }
+    quantized = pack(module, config.weight_granularity, config.int8_bits, weight_scale)
+    options: dict[str, Any] = {"post_ops": post_ops, "quantized": quantized}
     if not isinstance(module, nn.Linear):
         options["contiguous"] = contiguous
     if pad is not None:  # not in front of linear layers and transposed convolutions
@@ -74,6 +76,7 @@ def dynamic_from_float(
     config: QConfig,
     weight_scale: Tensor | None = None,
     sample: SourceSample | None = None,
+    pack: Pack = packed_weight,
 ) -> QModule:
     """Return the dynamic form of a float linear layer or convolution.
 
@@ -82,6 +85,7 @@ def dynamic_from_float(
         config: how to quantize the weight.
         weight_scale: of the weight, where it is known: one, or one per output channel.
         sample: rows of the source of a linear layer, which then takes the recipe of ``config``.
+        pack: returns the quantized int8 weight, where there is no recipe.
     """
     # A known scale is that of an int8 weight.
     is_int4 = config.weight_bits == 4 and isinstance(module, nn.Linear) and weight_scale is None
@@ -96,14 +100,14 @@ def dynamic_from_float(
     if group_size is not None:
         assert isinstance(module, nn.Linear)
         return DynamicQLinearInt4.from_float(module, group_size=group_size, recipe=recipe)
-    options: dict[str, Any] = {
-        "granularity": config.weight_granularity,
-        "bits": config.int8_bits,
-        "weight_scale": weight_scale,
-    }
+    cls = quantized_class(module, "DynamicQ")
+    bits, result = config.int8_bits, None
     if recipe is not None:
-        options["recipe"] = recipe
-    result: QModule = quantized_class(module, "DynamicQ").from_float(module, **options)
+        result = cls.from_float(module, bits=bits, recipe=recipe)
+    else:
+        quantized = pack(module, config.weight_granularity, bits, weight_scale)
+        result = cls.from_float(module, quantized=quantized)
+    assert isinstance(result, QModule)
     return result
 
 

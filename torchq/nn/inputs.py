@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 from torchq.nn.trees import copied, detached
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
-Model = TypeVar("Model", bound=nn.Module)
 """One input of a model, a sequence of its inputs, or a mapping of keyword arguments."""
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def split_inputs(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -16,6 +16,8 @@ from torch.jit import is_scripting  # type: ignore[attr-defined]
 from torchq.attributes.arguments import kind_text
 from torchq.nn.float_weight import FloatWeight
 from torchq.nn.module import QModule, as_source
+from torchq.nn.quantize import Quantize
+from torchq.quantization.qparams import QParams
 
 _HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -172,6 +174,9 @@ class QuantizedLeaf(Leaf, QModule):
     ``weight`` and ``bias`` are tensors of the values that the layer computes with, in the float
     layer's dtype, made when something reads them (:class:`~torchq.nn.float_weight.FloatWeight`).
     The packed weight is ``layer.weight``. The result has the dtype of the source.
+
+    ``quantize`` is None, or quantizes the source with one scale per channel: the weight then has
+    the ratios of these scales to the layer's one.
     """
 
     _pad: list[int]
@@ -209,16 +214,18 @@ class QuantizedLeaf(Leaf, QModule):
         self._stride, self._groups = list(weight["stride"]), weight["groups"]
         self._zero, self._turned = weight["zero"], weight["turned"]
         self._dtype = torch.bfloat16 if weight.get("dtype") == "bf16" else torch.float32
+        self.quantize: Quantize | None = None  # a plain None costs no look-up through nn.Module
         self._set_spec(constants=constants, weight=weight, pad=list(pad), mode=mode)
         self._fix({k: _hashable(value) for k, value in constants.items()})
 
     @classmethod
-    def of(cls, module: Any, layer: Any) -> "QuantizedLeaf":
+    def of(cls, module: Any, layer: Any, factors: Tensor | None = None) -> "QuantizedLeaf":
         """Return the leaf for a float module.
 
         Args:
             module: the float module, or the layer of torch.nn that stands for one.
             layer: quantized from what :func:`without_padding` gives of the module.
+            factors: of its source's channels, which are in the layer's weight; None for none.
         """
         packed = layer.packed()
         shape, steps = list(packed.shape), list(packed.stride)
@@ -233,10 +240,16 @@ class QuantizedLeaf(Leaf, QModule):
         if module.weight.dtype == torch.bfloat16:
             weight["dtype"] = "bf16"
         mode = getattr(module, "padding_mode", "zeros")
-        if mode == "zeros":
-            return cls(layer, constants_of(module), weight)
-        pad = module._reversed_padding_repeated_twice
-        return cls(layer, constants_of(module), weight, pad, mode)
+        pad = [] if mode == "zeros" else module._reversed_padding_repeated_twice
+        made = cls(layer, constants_of(module), weight, pad, mode if pad else "")
+        if factors is not None:
+            channels = packed.in_channels
+            factors = factors.repeat_interleave(channels // len(factors))
+            zero_points = layer.src_zero_point.expand(channels).contiguous()
+            axis = 1 if len(shape) > 2 else -1
+            src = QParams(layer.src_scale * factors, zero_points, layer.src_dtype, axis)
+            made.quantize = Quantize(src)
+        return made
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> "QuantizedLeaf":
@@ -298,6 +311,14 @@ class QuantizedLeaf(Leaf, QModule):
             factor: Tensor | None = self.layer.src_factor  # type: ignore[assignment]
             if factor is not None:
                 values = values * factor
+        if self.quantize is not None:
+            step: Tensor = self.layer.src_scale  # type: ignore[assignment]
+            ratios = step / self.quantize.src_scale
+            groups = self._groups
+            by_group = [groups, self._shape[0] // groups] + self._shape[1:]  # noqa: RUF005
+            columns = [groups, 1, -1] + [1] * (rank - 2)
+            values = values.reshape(by_group) * ratios.reshape(columns)
+            values = values.reshape(self._shape)
         values = values.to(self._dtype)
         return values.t() if self._turned else values
 
@@ -316,7 +337,8 @@ class QuantizedLeaf(Leaf, QModule):
                 "torchq.nn: input of a layer must be torch.float32 or torch.bfloat16, got "
                 f"{_kind(input)}. Give it input.float() or input.bfloat16()."
             )
-        return F.pad(input, self._pad, self._pad_mode) if len(self._pad) > 0 else input
+        padded = F.pad(input, self._pad, self._pad_mode) if len(self._pad) > 0 else input
+        return padded if self.quantize is None else self.quantize(padded)
 
 
 class QuantizedTransposedLeaf(QuantizedLeaf):

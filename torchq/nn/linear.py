@@ -9,9 +9,9 @@ from typing_extensions import Self
 
 from torchq.attributes.options import Granularity
 from torchq.attributes.post_ops import PostOps
-from torchq.functional.packing import PackedWeight, pack_linear
+from torchq.functional.packing import PackedWeight
 from torchq.nn.layer import DIRECT, QLayer, sources_of
-from torchq.nn.weight import quantized_weight
+from torchq.nn.weight import QuantizedWeight, packed_weight
 from torchq.quantization.qparams import QParams
 
 _linear = torch.ops.torchq.linear  # looking it up would cost 0.2 us a call
@@ -61,6 +61,7 @@ class QLinear(QLayer):
         weight_scale: Tensor | None = None,
         affine: bool = False,
         post_ops: PostOps | None = None,
+        quantized: QuantizedWeight | None = None,
     ) -> "QLinear":
         """Quantize the weight symmetrically and pack it.
 
@@ -75,6 +76,8 @@ class QLinear(QLayer):
             affine: a uint8 weight with zero points, for ranges far from symmetric, instead of a
                 symmetric int8 one. It costs a sum over the source in every call.
             post_ops: applied before the destination is quantized.
+            quantized: the weight, quantized and packed already; the arguments of these steps are
+                then not read.
 
         Example:
             >>> src = torchq.QParams.per_tensor(0.05, 128)
@@ -82,11 +85,10 @@ class QLinear(QLayer):
             >>> layer(torch.randn(2, 16)).shape
             torch.Size([2, 4])
         """
-        weight = module.weight.detach()
-        quantized, scale, zero_point = quantized_weight(
-            weight, granularity, bits, weight_scale, affine=affine
+        packed, scale, zero_point = quantized or packed_weight(
+            module, granularity, bits, weight_scale, affine
         )
-        return cls(pack_linear(quantized), scale, module.bias, src, dst, post_ops, zero_point)
+        return cls(packed, scale, module.bias, src, dst, post_ops, zero_point)
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> "QLinear":

@@ -12,10 +12,11 @@ from torch import nn
 
 from torchq.convert.api import converted_model, prepare
 from torchq.convert.dispatch import dispatches
-from torchq.convert.rows import Row
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.inputs import Inputs
+from torchq.nn.packed_weights import PackedWeights
 from torchq.quantization.config import Overrides, QConfig
+from torchq.report.rows import Row
 
 
 def with_known_scales(
@@ -25,6 +26,7 @@ def with_known_scales(
     config: QConfig | None = None,
     overrides: Overrides | None = None,
     reason: str = "",
+    weights: PackedWeights | None = None,
 ) -> nn.Module:
     """Return the int8 model; values without a fake quantizer stay float.
 
@@ -35,6 +37,7 @@ def with_known_scales(
         config: how to quantize.
         overrides: exceptions, by name.
         reason: why values without a fake quantizer stay float; "" takes this for a request.
+        weights: that other layers have, which will be put into the result.
     """
     added = set(floats)
     chosen: dict[str, QConfig | None] = {**(overrides or {}), **dict.fromkeys(added)}
@@ -48,7 +51,7 @@ def with_known_scales(
         chosen |= dict.fromkeys(names)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a model without a graph: its layers come later
-        result = converted_model(prepared, strict=False)
+        result = converted_model(prepared, False, weights=weights)
     rows: list[Row] = vars(result)["torchq_report"]
     rows = [replace(row, kind=row.kind.removeprefix("Parametrized")) for row in rows]
     if reason:

@@ -13,8 +13,6 @@ from torch.nn.utils import parametrize
 
 from torchq.attributes.post_ops import PostOps
 from torchq.capture.module_kinds import RECURRENT
-from torchq.convert.dispatch import share_weights
-from torchq.convert.rows import Row, Weight, check_strict
 from torchq.convert.sources import name_sources
 from torchq.convert.swap.checks import check_mode
 from torchq.convert.swap.leaves import equivalent_layer
@@ -25,10 +23,12 @@ from torchq.nn.float_modules import is_experts
 from torchq.nn.from_float import matmul_from_float, naming
 from torchq.nn.inputs import Inputs
 from torchq.nn.leaf import QuantizedLeaf, take_hooks, without_padding
+from torchq.nn.packed_weights import PackedWeights
 from torchq.qat.hooks import DST, SRC, without_quantizers
 from torchq.qat.known_scales import put, with_known_scales
 from torchq.qat.quantizer import ActivationQuantizer, WeightQuantizer
 from torchq.quantization.config import Overrides, QConfig, resolve
+from torchq.report.rows import Row, Weight, check_strict
 
 KEY = "torchq_qat"
 """Name of the :class:`Settings` among a model's attributes."""
@@ -64,7 +64,8 @@ def _converted(prepared: nn.Module, settings: Settings, strict: bool) -> nn.Modu
     del vars(model)[KEY]
     _fix_scales(model)
     model.eval()
-    leaves = _leaves(model, settings)
+    packed = PackedWeights()
+    leaves = _leaves(model, settings, packed)
     names = {name: type(m).__name__ for name, m in model.named_modules() if _is_bare(m)}
     inputs, config = settings.example_inputs, settings.config or QConfig()
     if "" in leaves:
@@ -72,7 +73,8 @@ def _converted(prepared: nn.Module, settings: Settings, strict: bool) -> nn.Modu
     if strict:
         config = replace(config, strict=True)
     floats = [name for name, m in model.named_modules() if _needs_data(m, _config(settings, name))]
-    result = with_known_scales(model, inputs, floats, config, settings.overrides, _NOT_ROUNDED)
+    overrides = settings.overrides
+    result = with_known_scales(model, inputs, floats, config, overrides, _NOT_ROUNDED, packed)
     report: list[Row] = vars(result)["torchq_report"]
     rows = [_row(row, leaves, names) for row in report if _is_models(row)]
     without = leaves.keys() - {row.name for row in rows}
@@ -85,7 +87,6 @@ def _converted(prepared: nn.Module, settings: Settings, strict: bool) -> nn.Modu
     for module in result.modules():
         without_quantizers(module)
     put(result, leaves)
-    share_weights(result)
     return name_sources(result).eval()
 
 
@@ -122,7 +123,7 @@ def _fix_scales(model: nn.Module) -> None:
                 steps[-1] = fake
 
 
-def _leaves(model: nn.Module, settings: Settings) -> dict[str, nn.Module]:
+def _leaves(model: nn.Module, settings: Settings, weights: PackedWeights) -> dict[str, nn.Module]:
     """Return the quantized layers by name, for code without a graph."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -140,8 +141,9 @@ def _leaves(model: nn.Module, settings: Settings) -> dict[str, nn.Module]:
                 scale = scale.repeat(groups)
             with naming(name):
                 qparams, _ = src.qparams(config.activation_dtype)
+                plain_pad, pack = without_padding(layer), weights.packing(name)
                 made = matmul_from_float(
-                    without_padding(layer), qparams, None, config, PostOps(), scale, contiguous=True
+                    plain_pad, qparams, None, config, PostOps(), scale, contiguous=True, pack=pack
                 )
             found[name] = take_hooks(QuantizedLeaf.of(layer, made), plain)
     return found

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, overload
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from torchq.attributes.arguments import check_type
 from torchq.attributes.json_text import read_json
-from torchq.convert.dispatch import dispatches, full_state, share_weights
+from torchq.convert.dispatch import dispatches, full_state, memory
 from torchq.convert.sources import name_sources
 from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.swap.weights import leave_fast_paths, settled, split_attention
@@ -178,7 +179,6 @@ def _loaded(
             f"{missing[:5]} and has {unexpected[:5]} too many. Pass the architecture the file was "
             "saved from."
         )
-    share_weights(loaded)
     refuse_save_pretrained(loaded)
     if report is not None:
         vars(loaded).update(read_report(report))
@@ -247,8 +247,10 @@ def _with_class(
     calls = [key for key in state if f".{key}".endswith(f".{CALL_KEY}")]
     names = [key.removesuffix(CALL_KEY).rstrip(".") for key in calls]
     texts = {n: (state.pop(under(n, GRAPH_KEY)), state.pop(under(n, CALL_KEY))) for n in names}
-    graphs = tuple(f"{under(name, GRAPH_KEY)}." for name in names)
-    leaves = quantized_modules({k: v for k, v in state.items() if not k.startswith(graphs)})
+    for name in names:
+        _submodule(model, name, path)
+    given, of_graphs = _by_graph(state, texts)
+    leaves = quantized_modules(given)
     projections = [f".{key}".rpartition(".q_proj.") for key in state]
     model = split_attention(model, {name[1:] for name, found, _ in projections if found})
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -263,26 +265,38 @@ def _with_class(
     loaded = settled(loaded, kept)
     leave_fast_paths(loaded)
     own = nn.Module.state_dict(loaded, keep_vars=True)
-    given = {k: v for k, v in state.items() if not k.startswith(graphs)}
     check_architecture(f"torchq.load: {path}", model, leaves, own, given)
     for name, (graph, call) in texts.items():
-        own = inside(state, under(name, GRAPH_KEY))
-        made = _graph(graph, own, _submodule(loaded, name, path))
+        made = _graph(graph, of_graphs[name], _submodule(loaded, name, path))
         restore(_submodule(loaded, name, path), made, name, call)
     return loaded, state
+
+
+def _by_graph(
+    state: dict[str, Tensor], graphs: Collection[str]
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """Return the tensors of the model itself, and those of the graphs of these modules."""
+    given, of_graphs = dict[str, Tensor](), {name: dict[str, Tensor]() for name in graphs}
+    for key, value in state.items():
+        owner, _, own = f".{key}".partition(f".{GRAPH_KEY}.")
+        if own and owner[1:] in of_graphs:
+            of_graphs[owner[1:]][own] = value
+        else:
+            given[key] = value
+    return given, of_graphs
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
     """Contiguous tensors that share no memory, and text that tells other names of each."""
     state: dict[str, Tensor] = {}
-    seen: dict[int, str] = {}
+    seen: dict[Any, str] = {}
     aliases: dict[str, str] = {}
     storages: set[int] = set()
     for name, tensor in full_state(model).items():
-        if id(tensor) in seen:
-            aliases[name] = seen[id(tensor)]
+        if memory(tensor) in seen:
+            aliases[name] = seen[memory(tensor)]
             continue
-        seen[id(tensor)] = name
+        seen[memory(tensor)] = name
         value = tensor.detach().contiguous()
         storage = value.untyped_storage()
         whole = storage.nbytes() == value.numel() * value.element_size()

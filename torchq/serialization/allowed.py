@@ -17,6 +17,7 @@ from types import BuiltinFunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchq.capture.patterns import BY_NAME
@@ -56,7 +57,7 @@ _MORE = {
     "layers": (
         "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d affine_grid_generator col2im "
         "glu grid_sampler grid_sampler_2d grid_sampler_3d max_pool1d_with_indices "
-        "max_pool2d_with_indices max_pool3d_with_indices native_batch_norm native_group_norm "
+        "max_pool2d_with_indices max_pool3d_with_indices native_group_norm "
         "native_layer_norm reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d "
         "replication_pad2d replication_pad3d upsample_bicubic2d "
     ),
@@ -98,7 +99,8 @@ def _is_safe(overload: Any) -> bool:
         kind = _plain(str(argument.real_type))
         if kind not in _TYPES and not (kind in _UNSET and argument.has_default_value()):
             return False
-    results = all(_plain(str(r.real_type)) in _TYPES for r in schema.returns)
+    kinds = [_plain(str(r.real_type)) for r in schema.returns]
+    results = {*kinds} == {"Tensor"} or (len(kinds) == 1 and kinds[0] in _TYPES)
     tensors = [*schema.arguments, *schema.returns]
     of_tensors = any(_plain(str(each.real_type)) == "Tensor" for each in tensors)
     return results and of_tensors and not schema.is_mutable
@@ -166,8 +168,65 @@ def embedding_bag(
     )  # fmt: skip
 
 
-_CHECKED: dict[str, Callable[..., Any]] = {"embedding_bag": embedding_bag}
-"""Functions of ATen that trust indices, and those that take their places."""
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """As of nn.functional; torch reads as many keys as there are values.
+
+    TorchScript compiles it.
+
+    Raises:
+        ValueError: there are more values than keys, or less.
+    """
+    if key.dim() < 2 or value.dim() < 2 or key.size(-2) != value.size(-2):
+        raise ValueError(
+            "torchq.load: attention of the graph must have a value for each key, got another "
+            "number of them. Check the source."
+        )
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _grouped_mm(
+    input: Tensor,
+    mat2: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """As torch._grouped_mm, which leaves memory that nobody wrote where no group is.
+
+    Raises:
+        ValueError: the groups do not follow each other from 0 to the end.
+    """
+    if offs is not None:
+        count = mat2.size(-1) if mat2.dim() == 2 and input.dim() == 3 else input.size(-1)
+        count = input.size(0) if mat2.dim() == 3 else count
+        ends = offs.flatten()
+        known = offs.dim() == 1 and offs.numel() > 0 and int(offs[-1]) == count
+        if not known or int(ends[0]) < 0 or bool((ends[1:] < ends[:-1]).any()):
+            raise ValueError(
+                "torchq.load: groups of the graph's _grouped_mm must follow each other to the "
+                "last row, got others. Check the source."
+            )
+    return torch._grouped_mm(input, mat2, offs=offs, bias=bias, out_dtype=out_dtype)
+
+
+_CHECKED: dict[str, Callable[..., Any]] = {
+    "embedding_bag": embedding_bag,
+    "scaled_dot_product_attention": scaled_dot_product_attention,
+    "_grouped_mm": _grouped_mm,
+}
+"""Functions of ATen that trust indices and sizes, and those that take their places."""
 
 # Names in files, and what they stand for
 
@@ -203,7 +262,8 @@ def name_of(target: Any, op: str = "call_function") -> str | None:
     elif target in _PYTHON_NAMES:
         name = _PYTHON_NAMES[target]
     elif target in _CHECKED.values():
-        name = f"torch.{target.__name__}"
+        own = target.__name__
+        name = f"{'torch' if hasattr(torch, own) else 'nn'}.{own}"
     else:
         own = str(getattr(target, "__name__", ""))
         found = (p for p, owner in _OWNERS.items() if getattr(owner, own, None) is target)

@@ -24,7 +24,7 @@ CALL_KEY = "torchq_call"
 _MOST_CONDITIONS = 2000
 _LONGEST_CONDITIONS = 1 << 17
 """Of one graph, and their characters together; models here have up to 70 conditions."""
-_MOST_ARGUMENTS = 1000
+_MOST_ARGUMENTS, _MOST_DIMS = 1000, 64
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
@@ -79,7 +79,7 @@ def _check(fields: dict[str, Any], name: str) -> None:
     """Refuse what could run as code within the function that chooses calls."""
     wrong: list[Any] = fields["arguments"][_MOST_ARGUMENTS:]
     for index, _, shape in fields["arguments"]:
-        wrong += [size for size in (index, *shape) if not is_size(size)]
+        wrong += [size for size in (index, *shape) if not is_size(size)] + shape[_MOST_DIMS:]
     wrong += [n for n, values in fields.get("neutral", {}).items() if not is_option(n, values)]
     if wrong:
         raise ValueError(

@@ -4,7 +4,15 @@
 from __future__ import annotations
 
 import keyword
+import unicodedata
 from typing import Any
+
+from torch import fx, nn
+
+_OF_CODE = "self", "torch"
+"""Names that the code of a graph reads."""
+_OF_MODULES = {*vars(nn.Module()), *dir(nn.Module)}
+"""Names of what every module has, as ``_modules`` and ``load_state_dict``."""
 
 
 def is_size(size: Any) -> bool:
@@ -19,10 +27,18 @@ def is_option(name: Any, values: Any) -> bool:
 
 
 def is_name(name: Any) -> bool:
-    """Return whether generated code may have a variable of this name."""
-    return isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
+    """Return whether generated code may have an argument of this name."""
+    known = isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
+    return known and unicodedata.normalize("NFKC", name) == name  # Python reads the latter
+
+
+def is_variable(name: Any) -> bool:
+    """Return whether generated code may have a variable of this name, which hides no other."""
+    return is_name(name) and name not in _OF_CODE and not name.startswith("_torchq")
 
 
 def is_path(name: Any) -> bool:
     """Return whether generated code may quote the name of a module or tensor, as ``a-b.weight``."""
-    return isinstance(name, str) and name.isprintable() and not {'"', "\\"} & set(name)
+    quoted = isinstance(name, str) and name.isprintable() and not {'"', "\\"} & set(name)
+    first, *rest = name.split(".") if quoted else [""]
+    return quoted and _OF_MODULES.isdisjoint(rest) and not hasattr(fx.GraphModule, first)

@@ -25,6 +25,7 @@ class Kind(enum.Enum):
     TENSOR = "a tensor"
     NUMBER = "a number"
     PARTS = "a list of tensors"
+    NUMBERS = "a list of numbers"
     RESULT = "a tensor or a list of tensors, from a module"
     MODULE = "a module"
 
@@ -58,11 +59,17 @@ def _is_scale(value: Any) -> bool:
 _ARGUMENTS: dict[tuple[str, str], Callable[[Any], bool]] = {
     # with these, they write to the running statistics that they are given
     ("batch_norm", "training"): lambda value: value is False,
-    ("native_batch_norm", "training"): lambda value: value is False,
     ("instance_norm", "running_mean"): lambda value: value is None,
     ("instance_norm", "running_var"): lambda value: value is None,
     # random numbers
     ("scaled_dot_product_attention", "dropout_p"): lambda value: value == 0,
+    # elements that other modes leave as they were in memory
+    ("grid_sampler", "interpolation_mode"): lambda value: value in (0, 1, 2),
+    ("grid_sampler_2d", "interpolation_mode"): lambda value: value in (0, 1, 2),
+    ("grid_sampler_3d", "interpolation_mode"): lambda value: value in (0, 1),
+    ("grid_sampler", "padding_mode"): lambda value: value in (0, 1, 2),
+    ("grid_sampler_2d", "padding_mode"): lambda value: value in (0, 1, 2),
+    ("grid_sampler_3d", "padding_mode"): lambda value: value in (0, 1, 2),
     # bytes that are neither 0 nor 1 are no values of bool
     ("view", "dtype"): lambda value: value is not torch.bool,
     ("einsum", "equation"): lambda value: bool(_EQUATION.fullmatch(value)),
@@ -143,8 +150,9 @@ class Checker:
         if not self._node(source) or not self._is_index(index):
             return None
         kind = self.facts[source].kind
-        if kind is Kind.PARTS:
-            return Fact(Kind.PARTS if isinstance(index, slice) else Kind.TENSOR)
+        if kind in (Kind.PARTS, Kind.NUMBERS):
+            item = Kind.TENSOR if kind is Kind.PARTS else Kind.NUMBER
+            return Fact(kind if isinstance(index, slice) else item)
         return self.facts[source] if kind in (Kind.TENSOR, Kind.RESULT) else None
 
     def _is_index(self, index: Any) -> bool:
@@ -192,6 +200,8 @@ class Checker:
             return False
         if "upsample" in base and _SCALES.fullmatch(name) and not _is_scale(value):
             return False
+        if base.endswith("_aa") and name.startswith("scales_"):  # beside sizes they may differ from
+            return False
         return self._is_of(value, kind)
 
     def _is_of(self, value: Any, kind: str) -> bool:
@@ -220,6 +230,8 @@ class Checker:
             return small and all(self._is_of(v, kind) for v in value)
         if kind == "Tensor":
             return self._is(value, Kind.PARTS, Kind.RESULT) and self._node(value)
+        if self._node(value) and self.facts[value].kind is Kind.NUMBERS:
+            return kind == "int"
         return self._is_of(value, kind)
 
     # Values
@@ -249,8 +261,10 @@ def _is_number(value: Any) -> bool:
 
 def _result(schema: Any) -> Fact:
     kinds = [str(result.real_type) for result in schema.returns]
-    if len(kinds) > 1 or kinds[0].startswith("List["):
+    if len(kinds) > 1 or kinds[0] == "List[Tensor]":
         return Fact(Kind.PARTS)
+    if kinds[0].startswith("List["):
+        return Fact(Kind.NUMBERS)
     return TENSOR if kinds[0] == "Tensor" else Fact(Kind.NUMBER)
 
 

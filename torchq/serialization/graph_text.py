@@ -14,7 +14,7 @@ from torchq.attributes.json_text import read_json
 from torchq.graphs.module import QuantizedGraph
 from torchq.nn.module import QModule, text_bytes
 from torchq.serialization.allowed import DTYPES, by_name, name_of
-from torchq.serialization.conditions import is_name, is_path
+from torchq.serialization.conditions import is_name, is_path, is_variable
 from torchq.serialization.graph_checks import MODULE, RESULT, TENSOR, Checker, Fact, are_values
 from torchq.serialization.plain_modules import describe_plain
 
@@ -25,6 +25,8 @@ _VERSION, _KNOWN = 3, (2, 3)
 """Version 2 had methods of tensors beside functions."""
 _MOST_NODES = 10_000
 """Of one graph; encoders of 48 layers have 3,000. A node takes 8 KB."""
+_MOST_VALUES = 100_000
+"""In the arguments of all nodes, ten for each; a value takes 0.7 KB."""
 _OPS = ("placeholder", "get_attr", "call_module", "call_function", "call_method", "output")
 _FORMATS = (torch.contiguous_format, torch.preserve_format)
 _CONSTANTS: dict[str, Any] = {
@@ -120,9 +122,16 @@ class _Reader:
         self.graph, self.checker = fx.Graph(), Checker()
         self.nodes: dict[str, fx.Node] = {}
         self.owned: dict[str, Any] = {}
+        self.inputs, self.values = set[str](), 0
 
     def add(self, op: str, name: str, target: str, args: Any, kwargs: Any, *more: Any) -> None:
         """Append a node."""
+        self.values += _count([args, kwargs])
+        if self.values > _MOST_VALUES:
+            raise ValueError(
+                f"torchq.load: arguments in the file's graph must have at most {_MOST_VALUES} "
+                f"values, got more in '{str(name)[:60]}'. Was it written by torchq.save?"
+            )
         values = tuple(_decode(args, self.nodes)), _decode(kwargs, self.nodes)
         self._check_names(op, name, target, values[1])
         if op in ("call_function", "call_method"):
@@ -132,6 +141,7 @@ class _Reader:
         else:
             fact = _fact_of(op, bool(more))
             self._own(op, target, more)
+            self.inputs |= {target} if op == "placeholder" else set()
             self._check_values(op, *values)
         node = self.graph.create_node(op, target, *values, name=name)
         self.nodes[name], self.checker.facts[node] = node, fact
@@ -146,9 +156,9 @@ class _Reader:
     def _check_names(self, op: str, name: str, target: Any, kwargs: dict[str, Any]) -> None:
         """Refuse names that would not be names in the code that torch.fx writes of a graph."""
         wrong = [key for key in kwargs if not is_name(key)]
-        if not is_name(name) or name in self.nodes:
+        if not is_variable(name) or name in self.nodes:
             wrong.append(name)
-        if op == "placeholder" and not is_name(target):
+        if op == "placeholder" and (not is_variable(target) or target in self.inputs):
             wrong.append(target)
         if op in ("get_attr", "call_module") and not is_path(target):
             wrong.append(target)
@@ -203,6 +213,12 @@ def _encode(value: Any, node: fx.Node) -> Any:
         f"torchq.save: arguments in the graph must be plain values, got {type(value).__name__} in "
         f"{node.name}. Save the whole model with torch.save, or as TorchScript."
     )
+
+
+def _count(value: Any) -> int:
+    """Return how many plain values there are within; at least one."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return max(1, sum(map(_count, parts)))
 
 
 def _decode(value: Any, nodes: dict[str, fx.Node]) -> Any:

@@ -4,15 +4,16 @@
 import json
 import zlib
 from dataclasses import astuple, replace
+from dataclasses import fields as fields_of
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchq.attributes.json_text import read_json
-from torchq.convert.rows import Row, Weight
 from torchq.convert.sources import CHECKS, CLIPS
 from torchq.nn.module import text_bytes
+from torchq.report.rows import Row, Weight
 
 REPORT_KEY = "torchq_report"
 """Name of the tensor that holds the text."""
@@ -38,8 +39,8 @@ def read_report(text: Tensor) -> dict[str, Any]:
         options = {CHECKS: bool, CLIPS: float}
         return {
             "torchq_report": [_row(row) for row in fields["rows"]],
-            _NOTE: str(fields["note"]),
-            _WEIGHTS: [Weight(*weight) for weight in fields["weights"]],
+            _NOTE: _text(fields["note"]),
+            _WEIGHTS: [Weight(*_checked(Weight, weight)) for weight in fields["weights"]],
         } | {name: kind(fields[name]) for name, kind in options.items() if name in fields}
     except (zlib.error, ValueError, KeyError, TypeError) as error:
         raise ValueError(
@@ -62,5 +63,22 @@ def _unpacked(text: bytes) -> bytes:
 
 def _row(fields: list[Any]) -> Row:
     """Return a row; JSON makes lists of tuples."""
-    row = Row(*fields)
-    return replace(row, weights=tuple(row.weights))
+    row = Row(*_checked(Row, fields))
+    return replace(row, weights=tuple(map(_text, row.weights)))
+
+
+_KINDS = {"str": str, "bool": bool, "int": int, "tuple[str, ...]": list}
+
+
+def _checked(cls: type, values: list[Any]) -> list[Any]:
+    """Return the fields of a row, if they have the types that it has."""
+    for field, value in zip(fields_of(cls), values, strict=False):
+        if type(value) is not _KINDS[str(field.type)]:
+            raise TypeError(f"{field.name} of another type")
+    return values
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("no text")
+    return value

@@ -43,7 +43,7 @@ def quantized_modules(state: dict[str, Tensor]) -> dict[str, nn.Module]:
     # Outer modules first: a quantized module may itself hold one.
     for name in sorted(_with_spec(state), key=lambda name: name.count(".") + bool(name)):
         spec = state[under(name, "spec")]
-        module = made.get(id(spec))
+        module, is_known = made.get(id(spec)), id(spec) in made
         if module is None:
             with replaced_placeholders():
                 module = made[id(spec)] = build(read_spec(spec))
@@ -52,7 +52,7 @@ def quantized_modules(state: dict[str, Tensor]) -> dict[str, nn.Module]:
         if outer is None:
             modules[name] = module
         else:
-            _put(modules[outer], name[len(outer) + bool(outer) :], module)
+            _put(modules[outer], name[len(outer) + bool(outer) :], module, is_known)
     return modules
 
 
@@ -60,16 +60,19 @@ def _with_spec(state: State) -> Iterator[str]:
     return (k.removesuffix("spec").rstrip(".") for k in state if f".{k}".endswith(".spec"))
 
 
-def _put(outer: nn.Module, name: str, module: nn.Module) -> None:
+def _put(outer: nn.Module, name: str, module: nn.Module, is_known: bool) -> None:
     """Put a module in the place of a part of a quantized one.
 
     Raises:
-        ValueError: there is no such part.
+        ValueError: there is no such part, or the module is a part of another one: levels of parts
+            that have two names each would be 2^levels parts.
     """
     parent, _, own = name.rpartition(".")
     owner = outer.get_submodule(parent)
     empty = vars(owner).get(own, owner) is None and not own.startswith("_")
-    if own not in owner._modules and not empty:
+    if is_known and owner._modules.get(own) is module:  # the outer one has two names
+        return
+    if is_known or (own not in owner._modules and not empty):
         raise ValueError(
             f"torchq.load: the parts of {type(outer).__name__} must be its own, got '{name[:60]}'. "
             "Was it written by torchq.save?"

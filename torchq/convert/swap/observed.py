@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from torchq.attributes.post_ops import PostOps
-from torchq.nn.from_float import dynamic_from_float, matmul_from_float, naming
+from torchq.nn.from_float import matmul_from_float, naming
 from torchq.nn.leaf import Leaf, QuantizedLeaf, constants_of, without_padding
 from torchq.nn.module import QModule
+from torchq.nn.packed_weights import PackedWeights
 from torchq.quantization.config import QConfig
 from torchq.quantization.qparams import QParams
 from torchq.quantization.recipes.rows import RowPowers
@@ -91,18 +92,25 @@ class ObservedLeaf(Leaf):
         known = self.rows is not None and self.observer is not None and self.observer.calibrated
         return self.rows.why_coarse(self.qparams()) if known and self.rows else ""
 
-    def coarse(self) -> nn.Module:
+    def coarse(self, weights: PackedWeights) -> nn.Module:
         """Return what it becomes then: dynamic, or the float layer."""
         if not isinstance(self.module, nn.Linear):
             return self.module
         with naming(self.name):
-            return QuantizedLeaf.of(self.module, self._layer(None))
+            return QuantizedLeaf.of(self.module, self._layer(None, None, weights))
 
-    def convert(self, src: QParams | None = None) -> QuantizedLeaf:
+    def convert(
+        self,
+        weights: PackedWeights | None = None,
+        src: QParams | None = None,
+        factors: Tensor | None = None,
+    ) -> QuantizedLeaf:
         """Return the quantized leaf.
 
         Args:
+            weights: of the conversion; None for one of this leaf alone.
             src: parameters of the source; None takes the observer's.
+            factors: what the channels of the source are divided by first; None for nothing.
 
         Raises:
             RuntimeError: it was never calibrated; the message names it.
@@ -111,11 +119,17 @@ class ObservedLeaf(Leaf):
         if src is None and self.observer is not None:
             src = self.qparams()
         with naming(self.name):
-            return QuantizedLeaf.of(self.module, self._layer(src))
+            layer = self._layer(src, factors, weights or PackedWeights())
+            return QuantizedLeaf.of(self.module, layer, factors)
 
-    def _layer(self, src: QParams | None) -> QModule:
+    def _layer(
+        self, src: QParams | None, factors: Tensor | None, weights: PackedWeights
+    ) -> QModule:
         module: Any = without_padding(self.module)
         config = self.config
         if src is None:
-            return dynamic_from_float(module, config, sample=self.sample)
-        return matmul_from_float(module, src, None, config, PostOps(), contiguous=self.contiguous)
+            return weights.dynamic(self.name, module, config, sample=self.sample)
+        pack, contiguous = weights.packing(self.name, factors), self.contiguous
+        return matmul_from_float(
+            module, src, None, config, PostOps(), contiguous=contiguous, pack=pack
+        )

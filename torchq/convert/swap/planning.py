@@ -19,7 +19,6 @@ from torchq.capture.module_kinds import (
     why_dtypes,
     why_float,
 )
-from torchq.convert.rows import NOT_CALLED, READ, Row
 from torchq.convert.self_contained import observed
 from torchq.convert.swap.calls import Recording
 from torchq.convert.swap.observed import ObservedLeaf
@@ -29,6 +28,7 @@ from torchq.nn.leaf import take_hooks, without_hooks
 from torchq.quantization.config import Overrides, QConfig, resolve
 from torchq.quantization.recipes.phases import why_coarse
 from torchq.quantization.recipes.rows import RowPowers
+from torchq.report.rows import NOT_CALLED, READ, Row
 
 NO_LEAF = "only leaf modules of torch.nn and torchq.nn have an int8 form"
 OTHER_CODE = "the model's code does something else with another kind of layer"

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A graph of a file calls what torch does not check; loading refuses it, or its call raises."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchq
+from torchq.serialization.report_text import REPORT_KEY, read_report, write_report
+from torchq.serialization.tensor_file import read_tensors, write_tensors
+
+X = torch.randn(4, 8)
+
+
+def node(name: str) -> dict[str, str]:
+    return {"node": name}
+
+
+def call(name: str, target: str, *args: Any) -> list[Any]:
+    return ["call_function", name, target, list(args), {"dict": {}}]
+
+
+def full(name: str, *shape: int) -> list[Any]:
+    return call(name, "torch.full", [*shape], 1.0)
+
+
+def forged(path: Path, nodes: list[Any]) -> Path:
+    """Write a model whose graph gives the last of these nodes."""
+    torchq.save(torchq.quantize(nn.Sequential(nn.Linear(8, 16)).eval(), [X]), path)
+    tensors, metadata = read_tensors(path)
+    key = next(key for key in tensors if key.endswith("torchq_graph"))
+    fields = json.loads(bytes(tensors[key].tolist()))
+    at = next(i for i, one in enumerate(fields["nodes"]) if one[0] == "output")
+    fields["nodes"][at:at] = nodes
+    fields["nodes"][-1][3] = [node(nodes[-1][1])]
+    tensors[key] = torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8)
+    metadata.pop("digest", None)
+    write_tensors("test", path, tensors, metadata)
+    return path
+
+
+def size_of_x() -> list[Any]:
+    source = node("input_1")
+    return [call("s", "Tensor.size", source), call("n", "operator.getitem", node("s"), 1)]
+
+
+AA = "aten::_upsample_bilinear2d_aa.default"
+REFUSED: dict[str, list[Any]] = {
+    "statistics of another size": [
+        full("a", 1, 50, 1),
+        full("b", 1),
+        call("r", "aten::native_batch_norm.default", node("a"), *[node("b")] * 4, False, 0.1, 1e-5),
+        call("o", "operator.getitem", node("r"), 0),
+    ],
+    "scales beside sizes": [
+        full("a", 1, 1, 4, 4),
+        call("o", AA, node("a"), [8, 8], False, 2**-20, 2**-20),
+    ],
+    "an unknown mode": [
+        full("a", 1, 1, 4, 4),
+        full("g", 1, 5, 5, 2),
+        call("o", "aten::grid_sampler_2d.default", node("a"), node("g"), 0, 7, False),
+    ],
+}
+RAISES: dict[str, list[Any]] = {
+    "more values than keys": [
+        full("q", 1, 4, 2, 8),
+        full("v", 1, 4, 40000, 8),
+        call("o", "aten::scaled_dot_product_attention.default", *map(node, "qqv")),
+    ],
+    "groups with gaps": [
+        call("i", "torch.zeros", [2]),
+        call("e", "Tensor.to", node("i"), {"dtype": "int32"}),
+        call("a", "torch.full", [16, 16], 1.0),
+        call("w", "torch.full", [2, 16, 16], 1.0),
+        call("o", "torch._grouped_mm", node("a"), node("w"), node("e")),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str, tmp_path: Path) -> None:
+    path = forged(tmp_path / "m", REFUSED[name])
+    with pytest.raises(ValueError, match="file's graph must call functions of torch"):
+        torchq.load(path)
+
+
+@pytest.mark.parametrize("name", RAISES)
+def test_its_call_raises(name: str, tmp_path: Path) -> None:
+    path = forged(tmp_path / "m", RAISES[name])
+    code = f"import torch, torchq; m = torchq.load({str(path)!r}); m(torch.randn(4, 8))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 1 and "ValueError: torchq.load: " in result.stderr, result.stderr
+
+
+def test_sizes_are_numbers_of_a_bounded_length(tmp_path: Path) -> None:
+    squares = [
+        call(f"p{i}", "operator.mul", *[node(f"p{i - 1}" if i else "n")] * 2) for i in range(40)
+    ]
+    nodes = [*size_of_x(), *squares, call("o", "torch.full", [2], node("p39"))]
+    with pytest.raises(ValueError, match=r"operator\.mul"):
+        torchq.load(forged(tmp_path / "m", nodes))
+
+
+def test_sizes_are_read(tmp_path: Path) -> None:
+    """A list of sizes is one of numbers: its items count, and it is a shape."""
+    nodes = [*size_of_x(), call("f", "torch.full", node("s"), 2.0)]
+    nodes += [call("o", "operator.mul", node("f"), node("n"))]
+    assert torch.equal(torchq.load(forged(tmp_path / "m", nodes))(X), torch.full((4, 8), 16.0))
+
+
+def test_parts_with_two_names_each(tmp_path: Path) -> None:
+    """Thirty levels of parts would be 2^30 modules."""
+    path, spec = (
+        forged(tmp_path / "m", size_of_x()),
+        {"class": "QExperts", "version": 1, "experts": 2},
+    )
+    tensors, metadata = read_tensors(path)
+    text = torch.tensor(list(json.dumps(spec).encode()), dtype=torch.uint8)
+    aliases, name = dict[str, str](), "torchq_graph.a"
+    for _ in range(30):
+        tensors[f"{name}.spec"] = text.clone()
+        aliases[f"{name}.up.1.spec"], name = f"{name}.up.0.spec", f"{name}.up.0"
+    tensors[f"{name}.spec"] = text.clone()
+    tensors["torchq_aliases"] = torch.tensor(list(json.dumps(aliases).encode()), dtype=torch.uint8)
+    write_tensors("test", path, tensors, metadata)
+    with pytest.raises(ValueError, match="parts of QExperts must be its own"):
+        torchq.load(path)
+
+
+def test_fields_of_a_report_have_their_types(tmp_path: Path) -> None:
+    model = torchq.quantize(nn.Sequential(nn.Linear(8, 16)).eval(), [X])
+    fields = json.loads(zlib.decompress(bytes(write_report(model).tolist())))
+    assert read_report(write_report(model))[REPORT_KEY] == vars(model)[REPORT_KEY]
+    fields["rows"][0][-1] = "a" * 100  # a text for a list of names
+    text = zlib.compress(json.dumps(fields).encode())
+    with pytest.raises(ValueError, match="report must be rows"):
+        read_report(torch.tensor(list(text), dtype=torch.uint8))
