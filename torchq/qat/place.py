@@ -16,7 +16,6 @@ from torchq.capture.ops import Role
 from torchq.convert.api import prepare
 from torchq.convert.dispatch import dispatches
 from torchq.convert.prepared import Prepared
-from torchq.convert.rows import Row
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.swap.weights import leave_fast_paths, split_attention
 from torchq.nn.batch_norm import TRANSPOSED
@@ -28,6 +27,7 @@ from torchq.qat.lower import KEY, Settings
 from torchq.qat.quantizer import ActivationQuantizer, WeightQuantizer
 from torchq.quantization.config import Overrides, QConfig
 from torchq.quantization.ranges import activation_range, weight_range
+from torchq.report.rows import Row
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _Group = tuple[int, fx.Node] | str
