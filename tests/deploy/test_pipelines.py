@@ -121,7 +121,7 @@ def compare(expected: Any, found: Any) -> None:
 
 
 def test_transformers_recipe() -> None:
-    """Of docs/tutorials/bert.md."""
+    """The graph runs, as docs/tutorials/bert.md converts a BertModel."""
     config = transformers.BertConfig(vocab_size=len(WORDS), **SIZES)
     model = randomized(transformers.BertModel(config, add_pooling_layer=False))
     ids = torch.randint(len(WORDS), (4, 7))
@@ -137,7 +137,7 @@ def test_transformers_recipe() -> None:
 
 @pytest.mark.parametrize("kind", [lambda features: features, dict], ids=["features", "dict"])
 def test_sentence_transformers_recipe(kind: Callable[[Any], Any], tmp_path: Path) -> None:
-    """Of docs/howto/transformers.md: the features are a BatchEncoding, to which modules write."""
+    """The graph runs, as docs/howto/transformers.md has it: modules write to a BatchEncoding."""
     sentences = pytest.importorskip("sentence_transformers")
     model, parts, texts = bert("BertModel", tmp_path)
     randomized(model).save_pretrained(tmp_path)
