@@ -49,8 +49,8 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
         torch=rows[0]["torch"],
         isa=rows[0]["isa"],
         cpu=rows[0]["cpu"],
-        inputs=_inputs(),
-        dynamic=", ".join(name for name, network in NETWORKS.items() if network.dynamic),
+        inputs=_inputs(row["model"] for row in once),
+        dynamic=", ".join(row["model"] for row in once if NETWORKS[row["model"]].dynamic),
     )
     parts = [head, "## Precision and size\n", _quality(once)]
     for count in threads:
@@ -61,9 +61,9 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(parts)
 
 
-def _inputs() -> str:
-    """The documentation of the sources."""
-    kinds = {type(network.source): None for network in NETWORKS.values()}
+def _inputs(models: Iterable[str]) -> str:
+    """The documentation of their sources."""
+    kinds = {type(NETWORKS[name].source): None for name in models}
     texts = (f"`{kind.__name__}` {' '.join((kind.__doc__ or '').split())}" for kind in kinds)
     return "- " + "\n- ".join(texts)
 

@@ -33,7 +33,7 @@ from torchq.convert.swap.checks import check_model, check_prepared
 from torchq.convert.swap.flow import calibrate, plain_copy, prepare_settled
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.swap.pretrained import refuse_save_pretrained
-from torchq.convert.tables import with_rows, with_tables
+from torchq.convert.tables import share_rows, with_rows, with_tables
 from torchq.convert.unseen import keep_options, warn_of_data, warn_of_floats
 from torchq.convert.weights import ParameterWritten, first_names, with_names
 from torchq.graphs.code import as_module
@@ -184,6 +184,7 @@ def _graph(
     part: Part, prepared: nn.Module, config: QConfig, overrides: Overrides | None
 ) -> Prepared:
     """Return the observed graph of a part."""
+    share_rows(part.captured.model, prepared.get_submodule(part.name))
     plan = Plan(part.captured, config, overrides)
     opaque = {name: prepared.get_submodule(f"{plan.prefix}{name}") for name in plan.self_contained}
     leaves = dict(prepared.named_modules())

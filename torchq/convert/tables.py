@@ -62,6 +62,15 @@ def with_tables(
     return model, kinds
 
 
+def share_rows(captured: nn.Module, module: nn.Module) -> None:
+    """Let the embeddings of a captured copy of a module read the rows of the module's own."""
+    for name, table in captured.named_modules():
+        if isinstance(table, QEmbedding | QEmbeddingBag):
+            own = module.get_submodule(name)
+            assert isinstance(own, QEmbedding | QEmbeddingBag)
+            table.rows = own.rows
+
+
 def with_rows(rows: Iterable[Row], kinds: dict[str, str]) -> list[Row]:
     """Return a report in which embeddings with quantized rows are int8.
 

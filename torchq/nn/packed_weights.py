@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq.nn.batch_norm import TRANSPOSED
 from torchq.nn.from_float import Pack, dynamic_from_float
 from torchq.nn.module import QModule
 from torchq.nn.weight import QuantizedWeight, packed_weight
@@ -83,7 +84,8 @@ class PackedWeights:
         why = why if plain is None else "a batch norm is in its integers"
         more = None if plain is None else module.weight
         forms = [tuple(getattr(module, key, ())) for key in ("stride", "dilation")]
-        key = (granularity, bits, *forms, scale, factors, more)
+        layout = isinstance(module, TRANSPOSED), getattr(module, "groups", 0), *forms
+        key = (granularity, bits, *layout, scale, factors, more)
 
         def make() -> QuantizedWeight:
             of = module if factors is None else with_source_factors(module, factors)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a report says of modules and functions, and what conversion refuses by it."""
+"""Rows of reports: how each module and function runs, and what conversion refuses by them."""

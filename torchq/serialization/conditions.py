@@ -11,6 +11,8 @@ from torch import fx, nn
 
 _OF_CODE = "self", "torch"
 """Names that the code of a graph reads."""
+_OF_CALLS = tuple(f"_torchq_{kind}" for kind in ("torch", "named", "module", "tensor", "site"))
+"""Begin names that the code of a graph gives to modules and tensors."""
 _OF_MODULES = {*vars(nn.Module()), *dir(nn.Module)}
 """Names of what every module has, as ``_modules`` and ``load_state_dict``."""
 
@@ -34,7 +36,7 @@ def is_name(name: Any) -> bool:
 
 def is_variable(name: Any) -> bool:
     """Return whether generated code may have a variable of this name, which hides no other."""
-    return is_name(name) and name not in _OF_CODE and not name.startswith("_torchq")
+    return is_name(name) and name not in _OF_CODE and not name.startswith(_OF_CALLS)
 
 
 def is_path(name: Any) -> bool:
