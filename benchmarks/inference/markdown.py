@@ -82,7 +82,8 @@ def _quality(rows: Sequence[dict[str, Any]]) -> str:
         sizes = [f"{row[key] / 1e6:.1f}" for key in ("float_bytes", "torchq_bytes")]
         shares = [f"{row['macs'] / 1e9:.3f}", f"{row['int8_mac_share']:.1%}"]
         found = [row["sqnr_db"].get(name) for name in names]
-        source = str(NETWORKS[row["model"]].source)
+        network = NETWORKS[row["model"]]
+        source = f"{network.batch} x {network.source}" if network.batch > 1 else str(network.source)
         lines.append([row["model"], f"`{source}`", *shares, *sizes, *_figures(found, 1, max)])
     return table(titles, lines)
 

@@ -53,7 +53,7 @@ class Network:
         requires: package that must be installed.
         dynamic: whether torch.ao can only quantize it dynamically: it cannot trace the code, or
             has no static form of its layers.
-        batch: inputs of a call that is compared or timed.
+        batch: inputs of a call that is compared or timed; ``macs`` are still those of one input.
     """
 
     make: Callable[..., nn.Module]

@@ -211,9 +211,8 @@ def _grouped_mm(
     if offs is not None:
         count = mat2.size(-1) if mat2.dim() == 2 and input.dim() == 3 else input.size(-1)
         count = input.size(0) if mat2.dim() == 3 else count
-        ends = offs.flatten()
         known = offs.dim() == 1 and offs.numel() > 0 and int(offs[-1]) == count
-        if not known or int(ends[0]) < 0 or bool((ends[1:] < ends[:-1]).any()):
+        if not known or int(offs[0]) < 0 or bool((offs[1:] < offs[:-1]).any()):
             raise ValueError(
                 "torchq.load: groups of the graph's _grouped_mm must follow each other to the "
                 "last row, got others. Check the source."
