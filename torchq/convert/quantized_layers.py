@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from torchq.attributes.post_ops import PostOps, foldable, post_ops_of
 from torchq.capture.ops import Role, append_clip
-from torchq.convert.fuse import Layer
+from torchq.convert.layers import Layer
+from torchq.convert.plan import Plan
 from torchq.nn.attention import QAttention
 from torchq.nn.batch_norm import channels, combined, fold_affines, with_bias
 from torchq.nn.binary import QAdd, QCat, QMul
@@ -24,9 +25,6 @@ from torchq.nn.packed_weights import PackedWeights
 from torchq.nn.quantize import QLookup
 from torchq.nn.weight import QuantizedWeight
 from torchq.quantization.qparams import QParams
-
-if TYPE_CHECKING:
-    from torchq.convert.plan import Plan
 
 QParamsOf = Callable[[fx.Node], QParams]
 
