@@ -27,13 +27,13 @@ from torchq.convert.settled import Seen
 from torchq.convert.swap.flow import plain_copy
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.tables import with_tables
-from torchq.nn.inputs import Inputs, batches, call, with_progress
+from torchq.models.inputs import Inputs, batches, call, with_progress
+from torchq.models.state import as_before
 from torchq.nn.leaf import take_hooks
-from torchq.nn.model_state import as_before
-from torchq.nn.notebook import html_table
 from torchq.nn.packed_weights import PackedWeights
 from torchq.quantization.config import Overrides, QConfig, check_overrides, resolve
 from torchq.report.rows import Row
+from torchq.report.tables import html_table
 
 _CALLS = 6
 """Calls of all trials together, for each batch. Calibrating one takes as long as three calls."""

@@ -10,14 +10,14 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from torchq.attributes.json_text import read_json
-from torchq.nn.observers import observers, weights_digest
+from torchq.models.observed import observers, weights_digest
 from torchq.quantization.observers import Observer, PerChannelMinMaxObserver
 from torchq.quantization.observers.recorded import (
     Recorded,
     kind,
     recorded,
-    replace,
     replaced,
+    restore,
 )
 from torchq.quantization.recipes.rows import RowPowers
 from torchq.serialization.tensor_file import read_tensors, write_tensors
@@ -107,7 +107,7 @@ def load_calibration(
         if merge:
             observer.merge(loaded[name])
         else:
-            replace(observer, saved[name])
+            restore(observer, saved[name])
     return prepared
 
 

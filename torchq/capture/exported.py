@@ -30,8 +30,8 @@ from torch.utils import _pytree as pytree
 from torchq.capture.condition import Condition
 from torchq.capture.one_call import FakeFunctions, as_fake_calls, as_one_call
 from torchq.capture.terms import Size
-from torchq.nn.model_state import changed, state_of, twin
-from torchq.nn.trees import copied, opened
+from torchq.models.state import changed, state_of, twin
+from torchq.models.trees import copied, opened
 
 _LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 _SIZE = re.compile(r"L\['(?:tensors'|args'\]\[0)\]\[(\d+)\]\.size\(\)")

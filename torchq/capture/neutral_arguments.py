@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchq.capture.exported import Exported
-from torchq.nn.model_state import twin
-from torchq.nn.trees import copied
+from torchq.models.state import twin
+from torchq.models.trees import copied
 
 _OPTIONS = {"output_attentions": False, "output_hidden_states": False, "return_dict": True}
 """Options of models of transformers. ``generate`` gives them to the encoder in each call."""

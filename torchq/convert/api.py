@@ -37,8 +37,8 @@ from torchq.convert.tables import share_rows, with_rows, with_tables
 from torchq.convert.unseen import keep_options, warn_of_data, warn_of_floats
 from torchq.convert.weights import ParameterWritten, first_names, with_names
 from torchq.graphs.code import as_module
-from torchq.nn.conversions import refusing_conversions
-from torchq.nn.inputs import Inputs, Model, batches, check_fit, split_inputs, without_gradients
+from torchq.models.conversions import refusing_conversions
+from torchq.models.inputs import Inputs, Model, batches, check_fit, split_inputs, without_gradients
 from torchq.nn.leaf import take_hooks
 from torchq.nn.packed_weights import PackedWeights
 from torchq.quantization.config import Overrides, QConfig

@@ -8,7 +8,7 @@ from torch import nn
 from torchq.convert.dispatch import Dispatch, dispatches
 from torchq.convert.prepared import Prepared
 from torchq.convert.swap.observed import ObservedLeaf
-from torchq.nn.observers import observers
+from torchq.models.observed import observers
 from torchq.report.rows import joined
 
 

@@ -24,10 +24,10 @@ from torchq.capture.patterns import row_of
 from torchq.capture.terms import Size
 from torchq.convert.swap.calls import results_of
 from torchq.convert.swap.leaves import equivalent_layer
-from torchq.nn.inputs import are_close
+from torchq.models.inputs import are_close
+from torchq.models.state import twin
+from torchq.models.trees import copied
 from torchq.nn.leaf import without_hooks
-from torchq.nn.model_state import twin
-from torchq.nn.trees import copied
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -12,10 +12,10 @@ from torch import nn
 
 from torchq.convert.plan import Plan
 from torchq.convert.watching import watched_ranges
-from torchq.nn.attached import graphs_of
-from torchq.nn.observers import observers, weights_digest
+from torchq.models.attached import graphs_of
+from torchq.models.observed import observers, weights_digest
 from torchq.quantization.config import QConfig
-from torchq.quantization.observers.recorded import kind, recorded, replace, replaced
+from torchq.quantization.observers.recorded import kind, recorded, replaced, restore
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ def calibrate_ranks(
         )
     of_observer = zip(*(found for _, found in shares), strict=True)
     for observer, (first, *others) in zip(observers(prepared).values(), of_observer, strict=True):
-        replace(observer, first)
+        restore(observer, first)
         for other in others:
             observer.merge(replaced(observer, other))
 

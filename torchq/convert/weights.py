@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torchq.models.state import twin
+from torchq.models.trees import copied
 from torchq.nn.float_weight import written
-from torchq.nn.model_state import twin
-from torchq.nn.trees import copied
 from torchq.report.rows import Row, Weight
 
 _OPERANDS = {

@@ -18,10 +18,10 @@ from torchq.convert.calibrated import observed_graphs
 from torchq.convert.prepared import Prepared
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.swap.weights import leave_fast_paths, split_attention
+from torchq.models.inputs import Inputs, Model, split_inputs, working_copy
+from torchq.models.state import as_before
+from torchq.models.trees import copied
 from torchq.nn.batch_norm import TRANSPOSED
-from torchq.nn.inputs import Inputs, Model, split_inputs, working_copy
-from torchq.nn.model_state import as_before
-from torchq.nn.trees import copied
 from torchq.qat.hooks import DST, SRC, freeze_after, round_dst, round_src
 from torchq.qat.lower import KEY, Settings
 from torchq.qat.quantizer import ActivationQuantizer, WeightQuantizer

@@ -15,11 +15,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from torchq.convert.swap.leaves import equivalent_layer
+from torchq.models.inputs import float_tensors
+from torchq.models.state import twin
+from torchq.models.trees import copied
 from torchq.nn.batch_norm import TRANSPOSED
 from torchq.nn.float_modules import is_experts
-from torchq.nn.inputs import float_tensors
-from torchq.nn.model_state import twin
-from torchq.nn.trees import copied
 from torchq.quantization.recipes.phases import largest_phase
 
 

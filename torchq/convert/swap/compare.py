@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from torchq.convert.swap.calls import results_of
 from torchq.convert.swap.observed import ObservedLeaf
-from torchq.nn.inputs import are_close
-from torchq.nn.model_state import twin
+from torchq.models.inputs import are_close
+from torchq.models.state import twin
 
 
 class Comparison:

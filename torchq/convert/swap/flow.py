@@ -25,13 +25,13 @@ from torchq.convert.swap.weights import (
 )
 from torchq.convert.weights import first_names, weights_of, with_names
 from torchq.graphs.code import with_code
-from torchq.nn.inputs import (
+from torchq.models.inputs import (
     Model,
     batches,
     call,
     working_copy,
 )
-from torchq.nn.model_state import as_before
+from torchq.models.state import as_before
 from torchq.quantization.config import Overrides, QConfig, resolve
 
 

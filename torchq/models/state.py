@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchq.nn.trees import detached
+from torchq.models.trees import detached
 from torchq.quantization.observers import Observer
 
 State = dict[str, dict[str, Any]]
