@@ -18,8 +18,6 @@ from torchq.convert.api import calibrate, converted_model, prepared_model
 from torchq.convert.calibrated import observed_graphs
 from torchq.convert.dispatch import dispatches
 from torchq.convert.lower import Lowering
-from torchq.convert.passes import decided
-from torchq.convert.plan import Plan
 from torchq.convert.recipes import settle, watches
 from torchq.convert.recipes.rows import coarse, without_coarse
 from torchq.convert.self_contained import SELF_CONTAINED
@@ -31,6 +29,8 @@ from torchq.models.inputs import Inputs, batches, call, with_progress
 from torchq.models.state import as_before
 from torchq.nn.leaf import take_hooks
 from torchq.nn.packed_weights import PackedWeights
+from torchq.planning.passes import decided
+from torchq.planning.plan import Plan
 from torchq.quantization.config import Overrides, QConfig, check_overrides, resolve
 from torchq.report.rows import Row
 from torchq.report.tables import html_table

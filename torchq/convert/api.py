@@ -22,7 +22,6 @@ from torchq.convert.converted_leaves import Source, converted_leaf
 from torchq.convert.dispatch import Dispatch, attach, dispatches
 from torchq.convert.lower import Lowering
 from torchq.convert.parts import Part, Parts, find_parts
-from torchq.convert.passes import decided
 from torchq.convert.prepared import Prepared
 from torchq.convert.recipes import settle, watches
 from torchq.convert.report import merged, report_rows, with_coarse
@@ -41,6 +40,7 @@ from torchq.models.conversions import refusing_conversions
 from torchq.models.inputs import Inputs, Model, batches, check_fit, split_inputs, without_gradients
 from torchq.nn.leaf import take_hooks
 from torchq.nn.packed_weights import PackedWeights
+from torchq.planning.passes import decided
 from torchq.quantization.config import Overrides, QConfig
 from torchq.report.rows import Row, Weight, check_patterns, check_strict
 

@@ -13,7 +13,6 @@ from torch import Tensor, fx, nn
 from torchq.capture.graph import is_reserved
 from torchq.capture.ops import Op, Role, Split, is_resampling, reads_strides
 from torchq.convert.converted_leaves import Source
-from torchq.convert.layers import Layer
 from torchq.convert.quantized_layers import lookup, quantized
 from torchq.convert.settled import Settled
 from torchq.graphs.module import QuantizedGraph
@@ -24,6 +23,7 @@ from torchq.nn.from_float import naming, pool_from_float
 from torchq.nn.packed_weights import PackedWeights
 from torchq.nn.pad import QPad
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
+from torchq.planning.layers import Layer
 from torchq.quantization.qparams import QParams
 
 

@@ -13,10 +13,10 @@ from torch import fx, nn
 
 from torchq.capture.graph import Captured
 from torchq.capture.ops import Role
-from torchq.convert.passes import decided
-from torchq.convert.plan import Plan
 from torchq.convert.watching import Watch, watched_ranges
 from torchq.graphs.data import graph_of, plain_nodes
+from torchq.planning.passes import decided
+from torchq.planning.plan import Plan
 from torchq.quantization.config import Overrides, QConfig
 from torchq.quantization.observers import Observer
 from torchq.report.rows import Row

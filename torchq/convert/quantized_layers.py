@@ -12,8 +12,6 @@ from torch import Tensor, fx, nn
 
 from torchq.attributes.post_ops import PostOps, foldable, post_ops_of
 from torchq.capture.ops import Role, append_clip
-from torchq.convert.layers import Layer
-from torchq.convert.plan import Plan
 from torchq.nn.attention import QAttention
 from torchq.nn.batch_norm import channels, combined, fold_affines, with_bias
 from torchq.nn.binary import QAdd, QCat, QMul
@@ -24,6 +22,8 @@ from torchq.nn.module import QModule
 from torchq.nn.packed_weights import PackedWeights
 from torchq.nn.quantize import QLookup
 from torchq.nn.weight import QuantizedWeight
+from torchq.planning.layers import Layer
+from torchq.planning.plan import Plan
 from torchq.quantization.qparams import QParams
 
 QParamsOf = Callable[[fx.Node], QParams]

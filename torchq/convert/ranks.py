@@ -10,10 +10,10 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from torchq.convert.plan import Plan
 from torchq.convert.watching import watched_ranges
 from torchq.models.attached import graphs_of
 from torchq.models.observed import observers, weights_digest
+from torchq.planning.plan import Plan
 from torchq.quantization.config import QConfig
 from torchq.quantization.observers.recorded import kind, recorded, replaced, restore
 

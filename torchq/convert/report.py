@@ -14,11 +14,11 @@ from torchq.capture.graph import parameters_of
 from torchq.capture.module_kinds import MATMUL, RECURRENT
 from torchq.capture.ops import Op, Role
 from torchq.capture.patterns import GETITEM, row_of
-from torchq.convert.layers import Layer
-from torchq.convert.plan import Plan
 from torchq.convert.settled import Settled
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
+from torchq.planning.layers import Layer
+from torchq.planning.plan import Plan
 from torchq.report.rows import DYNAMIC, READ, Row
 
 ONCE = "nothing that it reads depends on the inputs: it is computed once"

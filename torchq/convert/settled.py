@@ -11,9 +11,9 @@ from typing import TypeVar
 
 from torch import Tensor, fx
 
-from torchq.convert.layers import Layer
-from torchq.convert.plan import Plan
 from torchq.convert.watching import Watch, watched_channels, watched_ranges
+from torchq.planning.layers import Layer
+from torchq.planning.plan import Plan
 from torchq.quantization.config import QConfig
 from torchq.quantization.observers import HistogramObserver, Observer, PerChannelMinMaxObserver
 from torchq.quantization.qparams import QParams

@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import fx
 
-from torchq.convert.plan import Plan
+from torchq.planning.plan import Plan
 from torchq.quantization.config import QConfig
 from torchq.quantization.observers import Observer, PerChannelMinMaxObserver
 

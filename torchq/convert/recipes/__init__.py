@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from functools import reduce
 from typing import Protocol
 
-from torchq.convert.plan import Plan
 from torchq.convert.recipes.concatenations import Concatenations
 from torchq.convert.recipes.equalization import Equalization
 from torchq.convert.recipes.outliers import Outliers
@@ -18,6 +17,7 @@ from torchq.convert.recipes.rows import RowRule
 from torchq.convert.recipes.samples import Samples
 from torchq.convert.settled import Seen, Settled
 from torchq.convert.watching import Watch, watched_ranges
+from torchq.planning.plan import Plan
 
 
 class Recipe(Protocol):

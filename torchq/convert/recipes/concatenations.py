@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from torch import fx
 
-from torchq.convert.plan import Plan
 from torchq.convert.settled import Seen, Settled
 from torchq.convert.watching import Watch
+from torchq.planning.plan import Plan
 from torchq.quantization.qparams import QParams
 
 _CLIPPED = 1 / 8  # of the source's range, at most

@@ -18,10 +18,10 @@ from torch import Tensor, fx, nn
 
 from torchq.capture.graph import aten_name
 from torchq.capture.ops import Role, shape_of
-from torchq.convert.layers import Layer
-from torchq.convert.plan import Plan
 from torchq.convert.settled import Seen, Settled
 from torchq.convert.watching import Watch, watched_channels
+from torchq.planning.layers import Layer
+from torchq.planning.plan import Plan
 from torchq.quantization.qparams import QParams
 from torchq.quantization.recipes.equalization import (
     Between,

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.capture.ops import Role
-from torchq.convert.layers import Layer
-from torchq.convert.plan import Plan
 from torchq.convert.settled import Apart, Settled
 from torchq.convert.watching import Watch, watched_channels
+from torchq.planning.layers import Layer
+from torchq.planning.plan import Plan
 from torchq.quantization.observers import PerChannelMinMaxObserver
 from torchq.quantization.qparams import QParams, choose_qparams
 from torchq.quantization.recipes.smoothing import large_channels, static_smoothing

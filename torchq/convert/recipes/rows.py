@@ -14,12 +14,12 @@ from torch import fx, nn
 
 from torchq.capture.module_kinds import MATMUL
 from torchq.capture.ops import Role
-from torchq.convert.layers import Layer
-from torchq.convert.passes import decided
-from torchq.convert.plan import Plan
 from torchq.convert.recipes.equalization import between_layers
 from torchq.convert.settled import Seen, Settled
 from torchq.convert.watching import Watch
+from torchq.planning.layers import Layer
+from torchq.planning.passes import decided
+from torchq.planning.plan import Plan
 from torchq.quantization.recipes.rows import RowPowers
 from torchq.report.rows import DYNAMIC
 

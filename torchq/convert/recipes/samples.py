@@ -10,9 +10,9 @@ from functools import partial
 from torch import nn
 
 from torchq.capture.ops import Role
-from torchq.convert.plan import Plan
 from torchq.convert.settled import Settled
 from torchq.convert.watching import Watch
+from torchq.planning.plan import Plan
 from torchq.quantization.recipes.sample import SourceSample
 
 

@@ -20,8 +20,8 @@ from torch import Tensor, fx
 
 from torchq.capture.graph import aten_name
 from torchq.capture.ops import Op, Role, Split, Step, clip_bounds, is_float, is_size
-from torchq.convert.plan import Plan
 from torchq.nn.float_modules import Attention, AttentionOptions, MatMul
+from torchq.planning.plan import Plan
 
 _HIDES = -1e4  # whose exponential is 0 in float32, beside that of any score worth mentioning
 _ABSORBS = -1e9  # a bias added to it is lost

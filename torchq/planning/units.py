@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torchq.capture.module_kinds import RECURRENT, why_float
 from torchq.capture.ops import Op, Role
-from torchq.convert.plan import Plan
+from torchq.planning.plan import Plan
 
 
 def find_units(plan: Plan) -> Plan:

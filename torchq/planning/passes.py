@@ -12,17 +12,17 @@ from functools import reduce
 from torch import fx
 
 from torchq.capture.graph import Captured
-from torchq.convert.passes.attention import fuse_attention
-from torchq.convert.passes.choose import choose_int8
-from torchq.convert.passes.coarse import leave_coarse
-from torchq.convert.passes.dynamic import quantize_rows, read_tokens
-from torchq.convert.passes.fuse import fuse
-from torchq.convert.passes.groups import find_groups
-from torchq.convert.passes.lengths import leave_lengths, leave_sized
-from torchq.convert.passes.phases import leave_angles
-from torchq.convert.passes.recognize import recognize
-from torchq.convert.passes.units import find_units
-from torchq.convert.plan import Plan
+from torchq.planning.attention import fuse_attention
+from torchq.planning.choose import choose_int8
+from torchq.planning.coarse import leave_coarse
+from torchq.planning.dynamic import quantize_rows, read_tokens
+from torchq.planning.fuse import fuse
+from torchq.planning.groups import find_groups
+from torchq.planning.lengths import leave_lengths, leave_sized
+from torchq.planning.phases import leave_angles
+from torchq.planning.plan import Plan
+from torchq.planning.recognize import recognize
+from torchq.planning.units import find_units
 from torchq.quantization.config import Overrides, QConfig
 
 PASSES = (

@@ -21,10 +21,10 @@ from torch import fx
 from torchq.capture.graph import function_name
 from torchq.capture.ops import Op, Role, is_float
 from torchq.capture.patterns import arguments_of
-from torchq.convert.layers import HARD, Layer
-from torchq.convert.passes.dynamic import make_dynamic
-from torchq.convert.plan import Plan
 from torchq.nn.float_modules import Attention, MatMul
+from torchq.planning.dynamic import make_dynamic
+from torchq.planning.layers import HARD, Layer
+from torchq.planning.plan import Plan
 from torchq.report.rows import DYNAMIC
 
 LENGTH = "the range of what it reads depends on sizes of the input"

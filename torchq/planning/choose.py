@@ -14,8 +14,8 @@ from dataclasses import replace
 from torch import fx
 
 from torchq.capture.ops import Role
-from torchq.convert.layers import HARD, Layer
-from torchq.convert.plan import Plan
+from torchq.planning.layers import HARD, Layer
+from torchq.planning.plan import Plan
 
 
 def choose_int8(plan: Plan) -> Plan:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan: what is decided of a captured model.
 
-:mod:`torchq.convert.passes` lists what decides. Each pass takes a plan and returns another one.
+:mod:`torchq.planning.passes` lists what decides. Each pass takes a plan and returns another one.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import fx, nn
 
 from torchq.capture.graph import Captured
 from torchq.capture.ops import Op, Role
-from torchq.convert.layers import HARD, Layer
 from torchq.nn.fake_scales import Fixed
 from torchq.nn.float_modules import Cat
+from torchq.planning.layers import HARD, Layer
 from torchq.quantization.config import Overrides, QConfig, resolve
 
 

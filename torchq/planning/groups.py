@@ -16,10 +16,10 @@ from dataclasses import replace
 from torch import fx
 
 from torchq.capture.ops import Op, Role, clip_bounds
-from torchq.convert.layers import Layer
-from torchq.convert.plan import Plan, averages
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.fake_scales import Fixed, fixed_qparams
+from torchq.planning.layers import Layer
+from torchq.planning.plan import Plan, averages
 
 _KEEPING = (Role.MOVE, Role.PASS, Role.POOL, Role.PAD)
 NO_LEVELS = "the model has a fake quantizer behind it, and none in front"

@@ -11,11 +11,11 @@ from torch import Tensor, fx, nn
 
 from torchq.capture.module_kinds import MATMUL, NO_DYNAMIC_FORM
 from torchq.capture.ops import Op, Role, clip_bounds, have_one_size, only_reader
-from torchq.convert.layers import HARD, Layer
-from torchq.convert.plan import Plan
 from torchq.nn.batch_norm import TRANSPOSED, Affine
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.float_modules import Add, Attention, Cat, Mul
+from torchq.planning.layers import HARD, Layer
+from torchq.planning.plan import Plan
 
 
 def fuse(plan: Plan) -> Plan:

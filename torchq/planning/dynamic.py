@@ -11,9 +11,9 @@ from torch import fx, nn
 from torchq.attributes.options import EltwiseAlg
 from torchq.attributes.post_ops import PostOps
 from torchq.capture.ops import Op, Role, append_clip, clip_bounds, have_one_size, only_reader
-from torchq.convert.plan import Plan
 from torchq.nn.fake_scales import is_per_token
 from torchq.nn.float_modules import Add, Attention
+from torchq.planning.plan import Plan
 
 _FUNCTIONS: dict[type, tuple[EltwiseAlg, float]] = {
     nn.Tanh: ("tanh", 0.0),

@@ -15,9 +15,9 @@ from torchq.capture.limits import why_long
 from torchq.capture.module_kinds import AVERAGES, why_dtypes
 from torchq.capture.ops import Op, Recognized, Role, is_float
 from torchq.capture.patterns import arguments_of, row_of
-from torchq.convert.plan import Plan
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.fake_scales import composed, fake_quantizer, is_fake, why_not_fixed
+from torchq.planning.plan import Plan
 
 POSITIONS = "it reads what depends on sizes and positions alone"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torchq.convert.plan import Plan
+from torchq.planning.plan import Plan
 
 
 def leave_coarse(plan: Plan) -> Plan:

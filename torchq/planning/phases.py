@@ -11,8 +11,8 @@ from torch import fx
 
 from torchq.capture.graph import aten_name
 from torchq.capture.ops import Op, Role
-from torchq.convert.layers import HARD, Layer
-from torchq.convert.plan import Plan
+from torchq.planning.layers import HARD, Layer
+from torchq.planning.plan import Plan
 from torchq.quantization.recipes.phases import ANGLES, why_coarse
 
 
