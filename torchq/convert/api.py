@@ -189,6 +189,8 @@ def _graph(
     opaque = {name: prepared.get_submodule(f"{plan.prefix}{name}") for name in plan.self_contained}
     leaves = {n: leaf for n, leaf in prepared.named_modules() if isinstance(leaf, ObservedLeaf)}
     samples = {name: leaf.sample for name, leaf in leaves.items() if leaf.sample is not None}
+    for name in plan.dynamic_names & leaves.keys():
+        leaves[name].be_dynamic()
     graph = Prepared(plan, opaque, report_rows(plan))
     graph.watch(watches(plan), samples)
     return graph.eval()

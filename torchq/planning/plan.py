@@ -87,6 +87,13 @@ class Plan:
         owned = [layer.op for layer in self.active if layer.op.owner is not None]
         return {f"{self.prefix}{op.base}" for op in owned}
 
+    @property
+    def dynamic_names(self) -> set[str]:
+        """Return the names, in the model, of linear layers that are dynamic in all their calls."""
+        calls = [op for op in self.ops.values() if isinstance(op.module, nn.Linear)]
+        static = {op.base for op in calls if op.role is not Role.DYNAMIC}
+        return {f"{self.prefix}{op.base}" for op in calls if op.base not in static}
+
     @cached_property
     def dynamic_at(self) -> dict[fx.Node, Op]:
         """Node -> the dynamic operation whose result it is."""

@@ -137,7 +137,7 @@ class _Placing:
         self.leaves = {
             name: leaf.config
             for name, leaf in prepared.named_modules()
-            if isinstance(leaf, ObservedLeaf) and leaf.observer is not None and self._is_layer(name)
+            if isinstance(leaf, ObservedLeaf) and not leaf.by_rows and self._is_layer(name)
         }
         self.sources: dict[str, set[_Group]] = {name: set() for name in self.leaves}
         self.moved: set[str] = set()  # layers that read what is moved, or averaged
