@@ -19,7 +19,7 @@ from torchq.convert.prepared import Prepared
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.swap.weights import leave_fast_paths, split_attention
 from torchq.models.inputs import Inputs, Model, split_inputs, working_copy
-from torchq.models.state import as_before
+from torchq.models.state import as_before, same_numbers
 from torchq.models.trees import copied
 from torchq.nn.batch_norm import TRANSPOSED
 from torchq.qat.hooks import DST, SRC, freeze_after, round_dst, round_src
@@ -275,8 +275,7 @@ class _Placing:
         return found
 
     def _run(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        with as_before(model), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with as_before(model), same_numbers():
             args, kwargs = copied(args, kwargs)
             model(*args, **kwargs)
 
