@@ -10,7 +10,7 @@ from torchq.convert.api import calibrate, converted_model, prepared_model
 from torchq.convert.calibrated import check_has_data
 from torchq.convert.swap.checks import check_prepared
 from torchq.convert.unseen import warn_of_data
-from torchq.nn.inputs import Inputs, Model
+from torchq.models.inputs import Inputs, Model
 from torchq.quantization.config import Overrides, QConfig
 
 __all__ = ["calibrate", "convert", "prepare", "quantize"]

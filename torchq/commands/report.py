@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 import torchq
 from torchq.commands.samples import shown
-from torchq.nn.inputs import Inputs
-from torchq.nn.model_state import as_before
+from torchq.models.inputs import Inputs
+from torchq.models.state import as_before
 
 
 def static(model: nn.Module, batches: Sequence[Inputs], config: torchq.QConfig) -> nn.Module:

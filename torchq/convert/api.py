@@ -16,18 +16,17 @@ from torch import nn
 from torchq.capture.guards import Example
 from torchq.capture.limits import limits
 from torchq.capture.one_call import without_observers
-from torchq.convert.calibrated import check_calibrated, check_has_data
+from torchq.convert.calibrated import check_calibrated, check_has_data, observed_graphs
 from torchq.convert.checks import add_checks
-from torchq.convert.coarse import follow_row_rule
 from torchq.convert.converted_leaves import Source, converted_leaf
 from torchq.convert.dispatch import Dispatch, attach, dispatches
-from torchq.convert.fuse import Layer
 from torchq.convert.lower import Lowering
 from torchq.convert.parts import Part, Parts, find_parts
-from torchq.convert.plan import Plan
-from torchq.convert.prepared import Prepared, source_samples
-from torchq.convert.report import merged, report_rows
+from torchq.convert.prepared import Prepared
+from torchq.convert.recipes import settle, watches
+from torchq.convert.report import merged, report_rows, with_coarse
 from torchq.convert.self_contained import SELF_CONTAINED, converted
+from torchq.convert.settled import Seen
 from torchq.convert.sources import CHECKS, name_sources
 from torchq.convert.swap.checks import check_model, check_prepared
 from torchq.convert.swap.flow import calibrate, plain_copy, prepare_settled
@@ -37,10 +36,11 @@ from torchq.convert.tables import share_rows, with_rows, with_tables
 from torchq.convert.unseen import keep_options, warn_of_data, warn_of_floats
 from torchq.convert.weights import ParameterWritten, first_names, with_names
 from torchq.graphs.code import as_module
-from torchq.nn.conversions import refusing_conversions
-from torchq.nn.inputs import Inputs, Model, batches, check_fit, split_inputs, without_gradients
+from torchq.models.conversions import refusing_conversions
+from torchq.models.inputs import Inputs, Model, batches, check_fit, split_inputs, without_gradients
 from torchq.nn.leaf import take_hooks
 from torchq.nn.packed_weights import PackedWeights
+from torchq.planning.passes import decided
 from torchq.quantization.config import Overrides, QConfig
 from torchq.report.rows import Row, Weight, check_patterns, check_strict
 
@@ -185,11 +185,15 @@ def _graph(
 ) -> Prepared:
     """Return the observed graph of a part."""
     share_rows(part.captured.model, prepared.get_submodule(part.name))
-    plan = Plan(part.captured, config, overrides)
+    plan = decided(part.captured, config, overrides)
     opaque = {name: prepared.get_submodule(f"{plan.prefix}{name}") for name in plan.self_contained}
-    leaves = dict(prepared.named_modules())
-    samples = source_samples(plan, lambda name: getattr(leaves.get(name), "sample", None))
-    return Prepared(plan, opaque, samples, report_rows(plan)).eval()
+    leaves = {n: leaf for n, leaf in prepared.named_modules() if isinstance(leaf, ObservedLeaf)}
+    samples = {name: leaf.sample for name, leaf in leaves.items() if leaf.sample is not None}
+    for name in plan.dynamic_names & leaves.keys():
+        leaves[name].be_dynamic()
+    graph = Prepared(plan, opaque, report_rows(plan))
+    graph.watch(watches(plan), samples)
+    return graph.eval()
 
 
 def convert(prepared: Model, strict: bool = False) -> Model:
@@ -242,10 +246,11 @@ def converted_model(
 def _lowered(prepared: Model, strict: bool, every_leaf: bool, weights: PackedWeights) -> Model:
     check_prepared("convert", prepared)
     rows: list[Row] = list(prepared.torchq_report)  # type: ignore[arg-type]
-    graphs = dispatches(prepared)
-    for dispatch in graphs:
-        check_calibrated(dispatch)
-    settled, coarse, rows = follow_row_rule(prepared, [d.graph for d in graphs], rows)
+    graphs = observed_graphs(prepared)
+    for dispatch, graph in graphs.items():
+        check_calibrated(dispatch, graph)
+    settled = [settle(Seen(graph.recorder, graph.plan)) for graph in graphs.values()]
+    rows, coarse = with_coarse(rows, prepared, settled)
     if strict:
         check_strict(rows, prepared.torchq_weights)  # type: ignore[arg-type]
     memo = dict[int, Any]()
@@ -253,15 +258,17 @@ def _lowered(prepared: Model, strict: bool, every_leaf: bool, weights: PackedWei
         if isinstance(module, SELF_CONTAINED):
             memo[id(module)] = take_hooks(converted(module, name), module)
     sources: dict[str, list[Source]] = {}
-    for dispatch, graph in zip(graphs, settled, strict=True):
+    for (dispatch, graph), one in zip(graphs.items(), settled, strict=True):
         opaque = {
             name: memo[id(graph.graph_module.get_submodule(name))] for name in graph.opaque_names
         }
-        lowering = Lowering(graph, opaque, weights)
-        memo[id(dispatch.graph)] = lowered = lowering.run()
+        lowering = Lowering(one, opaque, weights)
+        memo[id(graph)] = lowered = lowering.run()
         add_checks(lowered, dispatch.example)
-        for name, found in _layers([graph]).items():
-            sources.setdefault(name, []).extend(lowering.source(layer) for _, layer in found)
+        for layer in one.plan.active:
+            if layer.op.owner is not None:
+                name = f"{one.plan.prefix}{layer.op.base}"
+                sources.setdefault(name, []).append(lowering.source(layer))
     for name, module in prepared.named_modules():
         if isinstance(module, ObservedLeaf):
             leaf = converted_leaf(
@@ -298,22 +305,11 @@ def _take_tensors(graph: nn.Module, memo: dict[int, Any]) -> None:
             module._buffers[key] = memo.get(id(buffer), buffer)
 
 
-def _layers(graphs: list[Prepared]) -> dict[str, list[tuple[Prepared, Layer]]]:
-    """Return the quantized layers of graphs by the names of the float modules, call by call."""
-    found: dict[str, list[tuple[Prepared, Layer]]] = {}
-    for graph in graphs:
-        for layer in graph.plan.layer_at.values():
-            if layer.op.owner is not None:
-                name = f"{graph.plan.prefix}{layer.op.base}"
-                found.setdefault(name, []).append((graph, layer))
-    return found
-
-
 def _has_other_leaves(owner: nn.Module, dispatch: Dispatch) -> bool:
     """Return whether a module has observed leaves that its graph does not call."""
     graph: Any = dispatch.graph
     prefix = f"{dispatch.name}." if dispatch.name else ""
-    known = _layers([graph]).keys() | {f"{prefix}{name}" for name in graph.opaque_names}
+    known = graph.plan.layer_names | {f"{prefix}{name}" for name in graph.opaque_names}
     return any(
         f"{prefix}{name}" not in known
         for name, leaf in owner.named_modules()

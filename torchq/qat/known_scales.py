@@ -12,8 +12,8 @@ from torch import nn
 
 from torchq.convert.api import converted_model, prepare
 from torchq.convert.dispatch import dispatches
+from torchq.models.inputs import Inputs
 from torchq.nn.fake_quantize import FakeQuantize
-from torchq.nn.inputs import Inputs
 from torchq.nn.packed_weights import PackedWeights
 from torchq.quantization.config import Overrides, QConfig
 from torchq.report.rows import Row
