@@ -35,7 +35,7 @@ from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.tables import share_rows, with_rows, with_tables
 from torchq.convert.unseen import keep_options, warn_of_data, warn_of_floats
 from torchq.convert.weights import ParameterWritten, first_names, with_names
-from torchq.graphs.code import as_module
+from torchq.graphs.code import as_module, takes_programs
 from torchq.models.conversions import refusing_conversions
 from torchq.models.inputs import Inputs, Model, batches, check_fit, split_inputs, without_gradients
 from torchq.nn.leaf import take_hooks
@@ -50,6 +50,7 @@ _ONE_AT_A_TIME = threading.RLock()
 """torch.export patches what all threads share while it captures."""
 
 
+@takes_programs
 def prepare(
     model: Model,
     example_inputs: Inputs,
@@ -318,6 +319,7 @@ def _has_other_leaves(owner: nn.Module, dispatch: Dispatch) -> bool:
     )
 
 
+@takes_programs
 def quantize(
     model: Model,
     data: Iterable[Any] | None = None,
