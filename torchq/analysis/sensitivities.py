@@ -14,15 +14,15 @@ from torch import fx, nn
 
 from torchq.analysis.accuracy import Noise, noise_of, pairs_of
 from torchq.capture.ops import Role
-from torchq.convert.api import calibrate, converted_model, prepared_model
 from torchq.convert.calibrated import observed_graphs
 from torchq.convert.dispatch import dispatches
 from torchq.convert.lower import Lowering
+from torchq.convert.pipeline import converted_model, prepared_model
 from torchq.convert.recipes import settle, watches
 from torchq.convert.recipes.rows import coarse, without_coarse
 from torchq.convert.self_contained import SELF_CONTAINED
 from torchq.convert.settled import Seen
-from torchq.convert.swap.flow import plain_copy
+from torchq.convert.swap.flow import calibrate, plain_copy
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.tables import with_tables
 from torchq.models.inputs import Inputs, batches, call, with_progress

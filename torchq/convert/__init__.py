@@ -4,6 +4,7 @@
 The stages, in order:
 
     api                prepare, calibrate, convert, quantize
+    pipeline           the stages of these
     swap               the leaves: layers that the model's own code calls
     parts              the calls that torch.export captures, by torchq.capture
     passes             from a captured model to a plan: what each call is, which are one op,

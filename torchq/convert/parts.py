@@ -32,7 +32,7 @@ from torchq.nn.leaf import without_hooks
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Part:
     """A module with its graph.
 
