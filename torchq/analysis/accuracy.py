@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from torchq.convert.prepared import Prepared
 from torchq.convert.swap.checks import check_prepared
-from torchq.models.attached import computing_modules, graphs_of, watching
+from torchq.models.attached import computing_modules, graphs_of
+from torchq.models.hooks import watching
 from torchq.models.inputs import Inputs, batches, call, decibels, float_tensors
 from torchq.models.state import as_before
 from torchq.nn.module import QModule

@@ -19,7 +19,8 @@ from torchq.export.functions import FUNCTIONS
 from torchq.export.modules import MODULES, dst_params
 from torchq.export.onnx_graph import OnnxGraph, UnsupportedError, Value
 from torchq.graphs.data import name_of
-from torchq.graphs.module import CHECK, QuantizedGraph
+from torchq.graphs.direct import CHECK
+from torchq.graphs.module import QuantizedGraph
 from torchq.models.inputs import Inputs, split_inputs
 from torchq.nn.attention import DynamicQAttention
 from torchq.nn.dynamic_int4 import DynamicQLinearInt4

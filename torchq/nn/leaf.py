@@ -25,6 +25,10 @@ _HOOKS = (
 )
 
 
+_LEAF = "torchq_leaf"
+"""Name of the attribute of an error that holds the leaf whose layer raised it."""
+
+
 def constants_of(module: nn.Module) -> dict[str, Any]:
     """Return a float layer's public plain attributes by name: ``in_features`` and the like.
 
@@ -328,7 +332,19 @@ class QuantizedLeaf(Leaf, QModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """Run the layer; the argument has the name that ``torch.nn`` gives it."""
-        return as_source(self.layer(self._checked(input)), input)
+        if is_scripting():
+            return as_source(self.layer(self._checked(input)), input)
+        else:
+            return self._recorded(input)
+
+    @torch.jit.unused
+    def _recorded(self, input: Tensor, *more: object) -> Tensor:
+        """Run the layer; an error of it remembers the leaf, see :func:`failing_leaf`."""
+        try:
+            return as_source(self.layer(self._checked(input), *more), input)
+        except (TypeError, ValueError, RuntimeError) as error:
+            vars(error).setdefault(_LEAF, self)
+            raise
 
     def _checked(self, input: Tensor) -> Tensor:
         """Return the layer's source, padded."""
@@ -354,7 +370,16 @@ class QuantizedTransposedLeaf(QuantizedLeaf):
                 input, output_size, self._stride, self.padding, self._shape[2:],  # type: ignore[arg-type]
                 len(self._stride), self._dilation,
             )  # fmt: skip
-        return as_source(self.layer(self._checked(input), None, None, padding), input)
+        if is_scripting():
+            return as_source(self.layer(self._checked(input), None, None, padding), input)
+        else:
+            return self._recorded(input, None, None, padding)
+
+
+def failing_leaf(error: Exception) -> QuantizedLeaf | None:
+    """Return the leaf whose layer raised an error, if a leaf's did."""
+    leaf = vars(error).get(_LEAF)
+    return leaf if isinstance(leaf, QuantizedLeaf) else None
 
 
 def without_padding(module: nn.Module) -> nn.Module:

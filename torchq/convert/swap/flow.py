@@ -21,10 +21,10 @@ from torchq.convert.swap.weights import (
     leave_fast_paths,
     settled,
     split_attention,
-    without_capturing_hooks,
 )
 from torchq.convert.weights import first_names, weights_of, with_names
 from torchq.graphs.code import with_code
+from torchq.models.hooks import without_capturing_hooks
 from torchq.models.inputs import (
     Model,
     batches,

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Collection
 from typing import Any
 
@@ -15,8 +14,6 @@ from torchq.capture.module_kinds import MATMUL, RECURRENT, is_patched
 from torchq.models.inputs import Model, working_copy
 from torchq.nn.fake_scales import is_fake
 from torchq.nn.multihead import SplitMultiheadAttention
-
-_CAPTURING = "transformers.utils.output_capturing"
 
 
 def settled(model: nn.Module, besides: Collection[str] = ()) -> nn.Module:
@@ -64,34 +61,6 @@ def split_attention(model: Model, names: Collection[str]) -> Model:
             memo[id(module)] = SplitMultiheadAttention.of(module)
     shared = {id(parameter): parameter for parameter in model.parameters()}
     return working_copy(model, shared | memo) if memo else model
-
-
-def without_capturing_hooks(model: nn.Module, first: int = 0) -> None:
-    """Remove the hooks with which transformers collects hidden states.
-
-    They are local functions, which pickle refuses. Without the flag of the model, the next call
-    that needs them installs them again.
-
-    Args:
-        model: changed in its places.
-        first: leave hooks with smaller numbers.
-    """
-    for module in model.modules():
-        for key, hook in list(module._forward_hooks.items()):
-            if key >= first and is_capturing_hook(hook):
-                del module._forward_hooks[key]
-        vars(module).pop("_output_capturing_hooks_installed", None)
-
-
-def is_capturing_hook(hook: Any) -> bool:
-    """Return whether transformers collects hidden states with a hook."""
-    return getattr(hook, "__module__", "") == _CAPTURING
-
-
-def call_collects() -> bool:
-    """Return whether the call at work collects hidden states; True where that is not known."""
-    collector = getattr(sys.modules.get(_CAPTURING), "_active_collector", None)
-    return collector is None or bool(collector.get())
 
 
 def leave_fast_paths(model: nn.Module) -> None:
