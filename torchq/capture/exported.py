@@ -28,6 +28,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from torchq.capture.condition import Condition
+from torchq.capture.likeness import Argument
 from torchq.capture.one_call import FakeFunctions, as_fake_calls, as_one_call
 from torchq.capture.terms import Size
 from torchq.models.state import changed, state_of, twin
@@ -42,21 +43,6 @@ _MUTATIONS = ("BUFFER_MUTATION", "USER_INPUT_MUTATION", "PARAMETER_MUTATION")
 
 class CaptureError(ValueError):
     """The module cannot be captured; the message says why."""
-
-
-@dataclass(frozen=True)
-class Argument:
-    """A tensor that a graph takes.
-
-    Attributes:
-        index: position among the leaves of ``(args, kwargs)``.
-        dtype: of the example.
-        shape: a size, or None where it is dynamic, for each dimension.
-    """
-
-    index: int
-    dtype: torch.dtype
-    shape: tuple[int | None, ...]
 
 
 @dataclass

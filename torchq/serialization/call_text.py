@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from torchq.attributes.json_text import read_json
 from torchq.capture.condition import Condition
-from torchq.capture.exported import Argument
 from torchq.capture.guards import Example
+from torchq.capture.likeness import Argument
 from torchq.convert.dispatch import Dispatch, attach
 from torchq.nn.module import text_bytes
 from torchq.serialization.conditions import is_option, is_size
