@@ -132,7 +132,7 @@ def bench(args: argparse.Namespace) -> int:
     positional, keywords = split_inputs(data[0])
     if not keywords:
         with torch.inference_mode():
-            traced: Any = torch.jit.trace(qmodel, positional)  # type: ignore[no-untyped-call]
+            traced: Any = torch.jit.trace(qmodel, positional)
             models["int8, frozen TorchScript"] = torch.jit.freeze(traced)
     print(torchq.milliseconds(models, data[0]))
     return 0

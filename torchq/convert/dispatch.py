@@ -244,8 +244,8 @@ def attach(dispatch: Dispatch) -> None:
     module = dispatch.module
     vars(module)["forward"] = dispatch.forward
     vars(module)["__prepare_scriptable__"] = dispatch.scriptable
-    module.register_state_dict_post_hook(functools.partial(Dispatch.save, dispatch))  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_pre_hook(dispatch.load)  # type: ignore[no-untyped-call]
+    module.register_state_dict_post_hook(functools.partial(Dispatch.save, dispatch))
+    module.register_load_state_dict_pre_hook(dispatch.load)
 
 
 def memory(tensor: Tensor) -> tuple[Any, ...]:

@@ -92,7 +92,7 @@ def first_names(model: nn.Module) -> Callable[[str], str]:
     return first
 
 
-class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Products(TorchDispatchMode):
     """Counts multiplications of values that depend on the inputs by those of parameters.
 
     Tensors are known by their memory. What several parameters give without a product is counted

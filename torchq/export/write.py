@@ -180,8 +180,9 @@ def _fixed_sizes(tensor: fx.Node) -> dict[int, int]:
             for check in size.users:
                 one_of_two = any(user.target is operator.or_ for user in check.users)
                 fixed = check.target is operator.eq and not one_of_two
-                if fixed and isinstance(check.args[1], int):
-                    found[int(size.args[1])] = check.args[1]  # type: ignore[arg-type]
+                dim, wanted = size.args[1], check.args[1]
+                if fixed and isinstance(dim, int) and isinstance(wanted, int):
+                    found[dim] = wanted
     return found
 
 

@@ -58,7 +58,7 @@ class GraphCode(nn.Module):
         for i, (value, sizes) in enumerate(zip(tree_leaves(given), self._sizes, strict=False)):
             for d, size in sizes.items():
                 message = f"torchq: dim {d} of input {i} must be {size}: it was exported for that"
-                torch._check(value.shape[d] == size, lambda message=message: message)  # type: ignore[no-untyped-call]
+                torch._check(value.shape[d] == size, lambda message=message: message)
         return fx.Interpreter(self, graph=self._code).run(*given)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -53,7 +53,8 @@ def load(folder: Path, facts: Mapping[str, Any], layers: Layers, model_class: An
         raise refused(folder, f"transformers says {told!r}") from error
     plain = TorchqConfig()
     model.config.quantization_config = model.hf_quantizer.quantization_config = plain
-    return model.eval()  # type: ignore[no-any-return]
+    result: nn.Module = model.eval()
+    return result
 
 
 def _class_of(facts: Mapping[str, Any]) -> Any:
@@ -74,7 +75,8 @@ class _Config(TorchqConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """Return what config.json of the int8 model holds."""
-        return TorchqConfig().to_dict()  # type: ignore[no-any-return]
+        result: dict[str, Any] = TorchqConfig().to_dict()
+        return result
 
 
 class _Quantizer(TorchqQuantizer):
@@ -145,7 +147,9 @@ class _Quantizer(TorchqQuantizer):
         else:
             outputs, inputs = weight.shape
             meaning = weight * layer.scales.reshape(-1, 1)
-            plain = float_layer(nn.Linear(inputs, outputs, device="meta"), meaning, module.bias)  # type: ignore[arg-type]
+            plain = float_layer(
+                nn.Linear(inputs, outputs, device="meta"), meaning, module._parameters["bias"]
+            )
             leaf = static_leaf(plain, layer.scales, layer.src)
         model.set_submodule(name, take_hooks(initialized(leaf), module))
         return True

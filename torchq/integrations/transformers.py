@@ -59,7 +59,7 @@ _WHERE = "TorchqConfig"
 _OWN_CODE = "its code is its own"
 
 
-class TorchqConfig(QuantizationConfigMixin):  # type: ignore[misc]
+class TorchqConfig(QuantizationConfigMixin):
     """Quantize the linear layers of a model while transformers loads it, its embeddings on request.
 
     Weights become int8. Each row of a source is quantized by its own range, so nothing is
@@ -139,7 +139,7 @@ def _checked_names(names: Any) -> list[str] | None:
     return list(names)
 
 
-class TorchqQuantizer(HfQuantizer):  # type: ignore[misc]
+class TorchqQuantizer(HfQuantizer):
     """Makes quantized leaves of linear layers, one by one, as their weights arrive."""
 
     quantization_config: TorchqConfig
@@ -217,7 +217,9 @@ class TorchqQuantizer(HfQuantizer):  # type: ignore[misc]
         check_finite(_WHERE, module, name)
         layer, config = equivalent_layer(module), self.quantization_config.qconfig()
         if isinstance(layer, nn.Embedding) and config.embedding_bits is not None:
-            leaf: Any = QEmbedding.from_float(without_hooks(layer), bits=config.embedding_bits)  # type: ignore[arg-type]
+            leaf: nn.Module = QEmbedding.from_float(
+                without_hooks(layer), bits=config.embedding_bits
+            )
         elif isinstance(layer, nn.Linear) and layer.in_features <= MAX_REDUCTION:
             leaf = ObservedLeaf(layer, config, name).convert()
         else:
@@ -279,7 +281,7 @@ class TorchqQuantizer(HfQuantizer):  # type: ignore[misc]
         return False
 
 
-class _PackedNames(WeightRenaming):  # type: ignore[misc]
+class _PackedNames(WeightRenaming):
     """Renames packed weights from what files call them to what their layers do."""
 
     __slots__ = ("_names",)
@@ -298,7 +300,7 @@ class _PackedNames(WeightRenaming):  # type: ignore[misc]
         return _PackedNames({})
 
 
-class _MakeLeaf(ConversionOps):  # type: ignore[misc]
+class _MakeLeaf(ConversionOps):
     """Quantizes weights between reading and storing them, so that few float ones exist at once."""
 
     def __init__(self, quantizer: TorchqQuantizer) -> None:

@@ -71,7 +71,7 @@ def working_copy(
             elif isinstance(hook, SpectralNorm):
                 remove_spectral_norm(module, hook.name)
             elif isinstance(hook, prune.BasePruningMethod):
-                prune.remove(module, hook._tensor_name)  # type: ignore[no-untyped-call]
+                prune.remove(module, hook._tensor_name)
     return copied
 
 

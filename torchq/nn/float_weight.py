@@ -103,8 +103,9 @@ class FloatWeight(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a parameter with the values, as pickling does."""
-        return memo.setdefault(id(self), self._parameter())  # type: ignore[no-any-return]
+        result: nn.Parameter = memo.setdefault(id(self), self._parameter())
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a parameter with the values."""
-        return self._parameter().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self._parameter().__reduce_ex__(protocol)

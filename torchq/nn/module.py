@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._jit_internal import is_scripting
 from torch.compiler import is_compiling
-from torch.jit import is_scripting  # type: ignore[attr-defined]
 from typing_extensions import Self
 
 from torchq.attributes.arguments import DTYPE_NAMES, as_float32, check_type

@@ -66,7 +66,7 @@ def _load() -> ModuleType:
     if not SUPPORTED_TORCH[0] <= release < SUPPORTED_TORCH[1]:
         raise ImportError(f"torchq: {expected}. This is {here}. {remedy}")
     try:
-        torch.ops.load_library(str(LIBRARY_PATH))  # type: ignore[no-untyped-call]
+        torch.ops.load_library(str(LIBRARY_PATH))
     except OSError as error:
         raise ImportError(
             f"torchq: {LIBRARY_PATH.name} does not load here: {expected}. This is {here}. "

@@ -288,8 +288,9 @@ def schemas_of(name: str) -> tuple[Any, ...]:
         return tuple(found.values()) if not overload else tuple(_one(found, overload))
     if library == "torchq":
         packet = getattr(torch.ops.torchq, own.removesuffix(".default"), None)
-        known = own.removesuffix(".default") in OWN
-        return (packet.default._schema,) if known else ()  # type: ignore[union-attr]
+        if packet is None or own.removesuffix(".default") not in OWN:
+            return ()
+        return (packet.default._schema,)
     owner, _, own = name.rpartition(".")
     own = _REPLACED.get(own, own)
     function = getattr(_OWNERS[owner], own, None) if owner in _OWNERS else None

@@ -42,7 +42,8 @@ def plain_layer(module: nn.Module) -> nn.Module:
     Not ``remove_parametrizations``: copies share the derived class, which that changes.
     """
     cls: Any = type(module).__mro__[1]
-    values = {name: getattr(module, name).detach().clone() for name in module.parametrizations}  # type: ignore[union-attr]
+    names = dict(module.get_submodule("parametrizations").named_children())
+    values = {name: getattr(module, name).detach().clone() for name in names}
     plain = cls.__new__(cls)
     state = {key: copy.copy(value) for key, value in vars(module).items()}
     plain.__setstate__(state)
