@@ -149,7 +149,7 @@ def _why_not(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return ""
 
 
-def _is_users(hook: Any) -> bool:
+def _is_users(hook: object) -> bool:
     """Return False for hooks that a library makes in its models, and that a graph does without."""
     module = getattr(hook, "__module__", None) or ""
     return not module.startswith(("torch.", "transformers.", "torchq.qat."))
@@ -166,7 +166,7 @@ def _why_unknown(does: str, values: Any) -> str:
     return ""
 
 
-def _is_constant(leaf: Any) -> bool:
+def _is_constant(leaf: object) -> bool:
     """Return whether a graph may hold a value that is no tensor as a constant."""
     numbers = (bool, int, float, torch.Size)
     kinds = (Tensor, *numbers, str, torch.dtype, torch.device, enum.Enum, type(None))

@@ -59,7 +59,7 @@ class Example:
         more = exported.guards, values, structure, limits, exported.lines, exported.neutral
         return cls(type(module), exported.arguments, *more)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Example:
+    def __deepcopy__(self, memo: dict[int, object]) -> Example:
         """Return itself: nothing changes it."""
         return self
 
@@ -131,7 +131,7 @@ class Example:
                 return f"the graph takes calls where {wanted}, but {got}{line}"
         return "its arguments are of other kinds than those of the example inputs"
 
-    def why_array(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    def why_array(self, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
         """Return the mistake where a call gave an array in place of a tensor, or ""."""
         try:
             bound = self.signature.bind(None, *args, **kwargs)
@@ -193,7 +193,7 @@ class Example:
 
     def _labels(self) -> list[str]:
         """Return how the caller names each tensor: ``input_ids``, ``batch['x']``."""
-        found: dict[Any, str] = {}
+        found: dict[object, str] = {}
         for name, value in self.values.items():
             try:
                 pairs = pytree.tree_flatten_with_path(opened(value))[0]

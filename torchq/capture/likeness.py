@@ -29,7 +29,7 @@ class Argument:
     shape: tuple[int | None, ...]
 
 
-def is_neutral(neutral: Mapping[str, list[Any]], name: str, value: Any) -> bool:
+def is_neutral(neutral: Mapping[str, list[object]], name: str, value: Any) -> bool:
     """Return whether an option has a value that gives the same results as the example's."""
     return any(value is known for known in neutral.get(name, ()))
 

@@ -86,7 +86,7 @@ _NAMES = ("fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine")
 _FUNCTIONS = [(getattr(torch, name), getattr(torch.ops.aten, name)) for name in _NAMES]
 
 
-def _empty(src: Tensor, *args: Any) -> Tensor:
+def _empty(src: Tensor, *args: object) -> Tensor:
     """Return a result without values."""
     return torch.empty_like(src)
 
@@ -168,11 +168,11 @@ class FakeFunctions(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         """Call the function or its twin."""
         for function, packet in _FUNCTIONS:
             if func is function or func is packet or getattr(func, "overloadpacket", 0) is packet:

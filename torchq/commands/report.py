@@ -62,7 +62,7 @@ def stored_bytes(path: Path) -> int:
     return sum(p.stat().st_size for p in path.rglob("*") if p.suffix in kinds)
 
 
-def print_accuracy(expected: Sequence[Any], got: Sequence[Any]) -> None:
+def print_accuracy(expected: Sequence[object], got: Sequence[object]) -> None:
     """Print the SQNR of all outputs, where there are any."""
     if expected:
         samples = f"{len(expected)} sample" + "s" * (len(expected) > 1)

@@ -179,7 +179,7 @@ class Dispatch(Attachment):
         self._warned, self.strict = False, self.strict or strict
         self.runs_both = False
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave out the watch: copies watch the hooks of their own module."""
         return {**vars(self), "_watch": None}
 
@@ -206,7 +206,7 @@ class Dispatch(Attachment):
 
     def _shared(self) -> dict[str, str]:
         """Return names of the graph's tensors that leaves have too, and the leaves' names."""
-        leaves: dict[tuple[Any, ...], str] = {}
+        leaves: dict[tuple[object, ...], str] = {}
         for name, layer in self.module.named_modules(remove_duplicate=False):
             for key, tensor in (*layer._parameters.items(), *layer._buffers.items()):
                 if tensor is not None:
@@ -254,7 +254,7 @@ def memory(tensor: Tensor) -> tuple[Any, ...]:
     return address, tensor.dtype, tensor.shape, tensor.stride()
 
 
-def full_state(model: nn.Module) -> dict[str, Any]:
+def full_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of leaves and graphs, each under all of its names."""
     state = nn.Module.state_dict(model, keep_vars=True)
     for name, module in model.named_modules(remove_duplicate=False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx, nn
@@ -125,7 +125,7 @@ def _with_affines(
     return with_bias(module, None), chain.append_binary("add", bias, 2), pack
 
 
-def _scaled(pack: Pack, factor: Tensor, *args: Any) -> QuantizedWeight:
+def _scaled(pack: Pack, factor: Tensor, *args: object) -> QuantizedWeight:
     """Return what ``pack`` gives, with scales that are multiplied by magnitudes of factors."""
     made = pack(*args)
     size = torch.where(factor == 0, 1, factor.abs())

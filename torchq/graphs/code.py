@@ -61,7 +61,7 @@ class GraphCode(nn.Module):
                 torch._check(value.shape[d] == size, lambda message=message: message)
         return fx.Interpreter(self, graph=self._code).run(*given)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Keep the graph as data, which pickle takes."""
         code = plain_nodes(self._code, ()), self._code._codegen
         return {**vars(self), "_code": code}
@@ -74,7 +74,7 @@ class GraphCode(nn.Module):
         self._code.set_codegen(codegen)
 
 
-def as_module(model: Any) -> Any:
+def as_module(model: object) -> Any:
     """Return the module of an exported program; anything else as it is."""
     return model.module() if isinstance(model, ExportedProgram) else model
 

@@ -21,7 +21,7 @@ from torchq.models.inputs import without_gradients
 from torchq.nn.packed_proof import with_proof
 
 
-def _choosing(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _choosing(plain: Callable[..., object]) -> Callable[..., object]:
     """Return ``forward`` of a graph, with the signature of ``plain``, which is torch.fx's own."""
 
     @functools.wraps(plain)
@@ -72,12 +72,15 @@ class QuantizedGraph(fx.GraphModule):
         _check: raises for arguments that do not meet its guards; None where it has no checks.
     """
 
-    _plain: Callable[..., Any]
-    _run: Callable[..., Any]
-    _check: Callable[..., Any] | None
+    _plain: Callable[..., object]
+    _run: Callable[..., object]
+    _check: Callable[..., object] | None
 
     def __init__(
-        self, root: nn.Module | dict[str, Any], graph: fx.Graph, class_name: str = "QuantizedGraph"
+        self,
+        root: nn.Module | dict[str, object],
+        graph: fx.Graph,
+        class_name: str = "QuantizedGraph",
     ) -> None:
         """As a GraphModule; in eval mode, without gradients."""
         super().__init__(root, with_overloads(graph), class_name)
@@ -97,7 +100,7 @@ class QuantizedGraph(fx.GraphModule):
         cls.forward = _choosing(cls._plain)
         return code
 
-    def _direct(self, *args: Any, **kwargs: Any) -> Any:
+    def _direct(self, *args: Any, **kwargs: Any) -> object:
         """Run the graph in eager mode, for a call that meets its guards."""
         try:
             return self._run(*args, **kwargs)
@@ -137,7 +140,7 @@ class QuantizedGraph(fx.GraphModule):
     def _deepcopy_init(self) -> Callable[..., None]:
         return QuantizedGraph.__init__
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Pickle the modules, and the graph as data.
 
         A GraphModule pickles its code, which torch.fx would trace anew: without example values, so
@@ -152,5 +155,7 @@ class QuantizedGraph(fx.GraphModule):
         return _rebuild, (nodes, owned, type(self).__name__)
 
 
-def _rebuild(plain: list[tuple[Any, ...]], owned: dict[str, Any], name: str) -> QuantizedGraph:
+def _rebuild(
+    plain: list[tuple[object, ...]], owned: dict[str, object], name: str
+) -> QuantizedGraph:
     return QuantizedGraph(owned, graph_of(plain), name)

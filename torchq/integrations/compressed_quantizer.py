@@ -30,7 +30,7 @@ _METHOD = "torchq_compressed_tensors"
 _SCALES = r"\.(weight|input|output)_(scale|zero_point)$|\.weight_(packed|shape)$"
 
 
-def load(folder: Path, facts: Mapping[str, Any], layers: Layers, model_class: Any) -> nn.Module:
+def load(folder: Path, facts: Mapping[str, object], layers: Layers, model_class: Any) -> nn.Module:
     """Return the model of a folder, with these layers in int8."""
     if model_class is None:
         model_class = _class_of(facts)
@@ -73,9 +73,9 @@ class _Config(TorchqConfig):
         super().__init__()
         self.quant_method, self.folder, self.layers = _METHOD, folder, layers
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return what config.json of the int8 model holds."""
-        result: dict[str, Any] = TorchqConfig().to_dict()
+        result: dict[str, object] = TorchqConfig().to_dict()
         return result
 
 
@@ -84,7 +84,7 @@ class _Quantizer(TorchqQuantizer):
 
     quantization_config: _Config
 
-    def __init__(self, quantization_config: _Config, **kwargs: Any) -> None:
+    def __init__(self, quantization_config: _Config, **kwargs: object) -> None:
         super().__init__(quantization_config, **kwargs)
         self._layers: Layers = {}
         self._float: dict[str, nn.Module] = {}

@@ -94,7 +94,7 @@ class TorchqConfig(QuantizationConfigMixin):
         quant_method: str = _METHOD,
         group_size: GroupSize | None = None,
         embedding_bits: EmbeddingBits | None = None,
-        **others: Any,
+        **others: object,
     ) -> None:
         """See the class; ``quant_method`` is what config.json holds beside the arguments."""
         if others:
@@ -144,13 +144,13 @@ class TorchqQuantizer(HfQuantizer):
 
     quantization_config: TorchqConfig
 
-    def __init__(self, quantization_config: TorchqConfig, **kwargs: Any) -> None:
+    def __init__(self, quantization_config: TorchqConfig, **kwargs: object) -> None:
         """Start without a model."""
         super().__init__(quantization_config, **kwargs)
         self._files: Sequence[str] | None = None
         self._reasons: dict[str, str] = {}
 
-    def validate_environment(self, device_map: Any = None, **kwargs: Any) -> None:
+    def validate_environment(self, device_map: object = None, **kwargs: object) -> None:
         """Raise ValueError for devices other than the CPU."""
         given = device_map.values() if isinstance(device_map, Mapping) else ()
         if others := {str(device) for device in given} - {"cpu"}:
@@ -159,7 +159,7 @@ class TorchqQuantizer(HfQuantizer):
                 "layers of torchq run on CPUs."
             )
 
-    def update_device_map(self, device_map: Any) -> Any:
+    def update_device_map(self, device_map: object) -> Any:
         """Return the CPU for maps that leave the choice, as "auto" does."""
         return {"": "cpu"} if isinstance(device_map, str) else device_map
 
@@ -168,8 +168,8 @@ class TorchqQuantizer(HfQuantizer):
         return dtype if dtype == torch.bfloat16 else torch.float32
 
     def _process_model_before_weight_loading(
-        self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
-    ) -> Any:
+        self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: object
+    ) -> object:
         self._files = checkpoint_files
         if not self.pre_quantized:
             self._reasons = self._decide(model)
@@ -202,7 +202,7 @@ class TorchqQuantizer(HfQuantizer):
                 reasons[name] = "nn.MultiheadAttention reads its weight"
         return reasons
 
-    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: object) -> bool:
         """Return True for the weights of layers that become int8."""
         name, _, last = param_name.rpartition(".")
         return last == "weight" and self._reasons.get(name) == ""
@@ -228,7 +228,9 @@ class TorchqQuantizer(HfQuantizer):
         model.set_submodule(name, take_hooks(initialized(leaf), module))
         return True
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+    def update_weight_conversions(
+        self, weight_conversions: list[object], model: Any
+    ) -> list[object]:
         """Put the leaves of a saved model in their places, where transformers renames the weights.
 
         Earlier hooks do not know yet how names in the files and in the model correspond.

@@ -260,7 +260,7 @@ STATIC = frozenset({*_LAYERS, *_ROUNDED, "quantized.PReLU", "quantized.Quantize"
 """Modules that round what they give to a scale of their own."""
 LAYERS = frozenset(_LAYERS)
 """Those of them that multiply by a weight."""
-DYNAMIC: dict[str, Callable[[Any], nn.Module]] = {
+DYNAMIC: dict[str, Callable[[object], nn.Module]] = {
     **{f"quantized.dynamic.{name}": _dynamic_layer for name in ("Linear", "Conv1d", "Conv2d",
                                                                 "Conv3d")},
     "intrinsic.quantized.dynamic.LinearReLU": _dynamic_layer,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 
-def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[object]:
     """Yield the tensors that a call of an operator writes to."""
     for i, expected in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
         given = args[i] if i < len(args) else kwargs.get(expected.name)
@@ -49,8 +49,12 @@ class FloatWeight(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         """Run an operator on the values."""
         kwargs = kwargs or {}
         for weight in written(func, args, kwargs):

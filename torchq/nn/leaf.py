@@ -279,7 +279,7 @@ class QuantizedLeaf(Leaf, QModule):
         return cls(nn.Identity(), spec["constants"], spec["weight"], spec["pad"], spec["mode"])
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+        self, state_dict: dict[str, object], prefix: str, *args: object, **kwargs: object
     ) -> None:
         if f"{prefix}weight" in state_dict:
             raise RuntimeError(
@@ -409,6 +409,6 @@ def without_padding(module: nn.Module) -> nn.Module:
     return made
 
 
-def _hashable(value: Any) -> Any:
+def _hashable(value: object) -> object:
     """Return tuples, which JSON writes as lists."""
     return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value

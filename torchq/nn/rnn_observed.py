@@ -163,7 +163,7 @@ class ObservedRNN(_Observed):
                 observer(states[0] if isinstance(states, tuple) else states)
 
     @staticmethod
-    def _initial(hx: Any, part: slice) -> Any:
+    def _initial(hx: Any, part: slice) -> object:
         if hx is None:
             return None
         several = hx if isinstance(hx, tuple | list) else (hx,)

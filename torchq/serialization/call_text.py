@@ -100,7 +100,7 @@ def _conditions(texts: list[str], name: str) -> list[Condition]:
         ) from error
 
 
-def _encode(value: Any, example: Example, name: str) -> Any:
+def _encode(value: object, example: Example, name: str) -> object:
     if isinstance(value, Argument):
         return {"argument": example.arguments.index(value)}
     if value is None or type(value) in (bool, int, float, str):

@@ -69,11 +69,11 @@ class _Reads(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
-        types: Any,
+        func: Callable[..., object],
+        types: object,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
         self.seen.update(map(id, leaves))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,7 +18,9 @@ from torchq.models.state import twin
 class Comparison:
     """The results of a float model on the example inputs, and of others."""
 
-    def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> None:
         """Run the model."""
         self._model, self._inputs = model, (args, kwargs)
         self._expected = self._result(model)
@@ -60,7 +61,7 @@ def fitting(
         names: of leaves.
         agrees: tells whether the model's code does the same with these leaves replaced.
     """
-    groups: dict[Any, list[str]] = defaultdict(list)
+    groups: dict[object, list[str]] = defaultdict(list)
     for name in names:
         groups[_place(model, name)].append(name)
     kept: list[str] = []

@@ -25,7 +25,7 @@ def settled(model: nn.Module, besides: Collection[str] = ()) -> nn.Module:
         model: changed in its places, and returned, unless it is such a layer itself.
         besides: names of layers to leave.
     """
-    memo: dict[int, Any] = {
+    memo: dict[int, object] = {
         id(module): plain_layer(module)
         for name, module in model.named_modules()
         if name not in besides
@@ -56,7 +56,7 @@ def plain_layer(module: nn.Module) -> nn.Module:
 
 def split_attention(model: Model, names: Collection[str]) -> Model:
     """Return the model, or a copy whose attention modules of these names have layers."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     for name, module in model.named_modules():
         if name in names and type(module) is nn.MultiheadAttention and not is_patched(module):
             memo[id(module)] = SplitMultiheadAttention.of(module)
