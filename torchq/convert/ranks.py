@@ -10,8 +10,10 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 from torch import nn
 
+from torchq.convert.watching import watched_ranges
 from torchq.models.attached import graphs_of
 from torchq.models.observed import observers, weights_digest
+from torchq.planning.plan import Plan
 from torchq.quantization.config import QConfig
 from torchq.quantization.observers.recorded import kind, recorded, replaced, restore
 
@@ -107,7 +109,8 @@ def _start(prepared: nn.Module, check: Callable[[], None]) -> tuple[str, list[st
     configs += [
         f"{prefix} {node} {config}"
         for prefix, graph in graphs_of(prepared)
-        for node, (_, config) in vars(graph)["_groups"].items()
+        if isinstance(plan := getattr(graph, "plan", None), Plan)
+        for node, (_, config) in watched_ranges(plan).items()
     ]
     kinds = [f"{name} {kind(observer)}" for name, observer in found.items()]
     return weights_digest(prepared), [*configs, *kinds, *map(str, prepared.torchq_report)]  # type: ignore[arg-type]

@@ -118,6 +118,14 @@ def put_back(model: nn.Module, before: State) -> None:
 
 
 @contextmanager
+def same_numbers() -> Iterator[None]:
+    """Let code draw the same random numbers each time, and restore the generator afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+@contextmanager
 def as_before(model: nn.Module) -> Iterator[None]:
     """Whatever the model keeps when it runs here is afterwards what it was."""
     before = state_of(model)
