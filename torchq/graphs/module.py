@@ -48,7 +48,7 @@ class _Steps(fx.Interpreter):
 
 
 class _Scripted(fx.GraphModule):
-    """What TorchScript compiles in place of a graph."""
+    """Holds a graph in the form that TorchScript compiles."""
 
     # A function of its own: TorchScript reads its source, and GraphModule's gives a warning there.
     def __init__(self, root: nn.Module, graph: fx.Graph) -> None:

@@ -176,7 +176,7 @@ class Leaf(nn.Module):
 if TYPE_CHECKING:
 
     class _Layer(nn.Module):
-        """What a leaf reads of its layer; not all layers have all of it."""
+        """Attributes of layers that a leaf reads; not all layers have all of them."""
 
         bias: Tensor | None
         src_factor: Tensor | None
