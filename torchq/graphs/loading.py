@@ -8,7 +8,6 @@ them. Here each name is looked at once.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -34,7 +33,7 @@ def load_each(
     """
     missing, unexpected, errors = list[str](), list[str](), list[str]()
     owned, known = by_owner(state), set[str]()
-    metadata: dict[str, Any] = {"assign_to_params_buffers": True} if assign else {}
+    metadata: dict[str, object] = {"assign_to_params_buffers": True} if assign else {}
     for name, module in graph.named_modules(remove_duplicate=False):
         known.add(name)
         prefix, own = (f"{name}." if name else ""), dict(owned.get(name, {}))

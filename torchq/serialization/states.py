@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -100,7 +99,7 @@ def _fill(module: nn.Module, state: State, name: str) -> int:
     return stay
 
 
-def build(spec: dict[str, Any]) -> QModule:
+def build(spec: dict[str, object]) -> QModule:
     """Build a quantized module of this spec, its tensors still to be loaded."""
     name = spec["class"]
     if name not in QModule.registry:
