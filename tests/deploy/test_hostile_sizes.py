@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,32 @@ def test_sizes_that_the_file_has_no_tensors_for(name: str, tmp_path: Path) -> No
     with pytest.raises(ValueError, match="than its tensors allow, got") as error:
         torchq.load(path, nn.Sequential(make()))
     assert str(path) in str(error.value)
+
+
+def test_many_small_layers_take_time_and_memory_by_the_file(tmp_path: Path) -> None:
+    """Layers of the same spec are copies of one; a megabyte takes less than a second of a core."""
+    model = nn.Sequential(nn.Linear(2, 2)).eval()
+    torchq.save(torchq.quantize(model, [torch.rand(4, 2)]), tmp_path / "one")
+    tensors, _ = read_tensors(tmp_path / "one")
+    own = {key: value for key, value in tensors.items() if key.startswith("0.")}
+    many = {f"{i}{key[1:]}": value.clone() for i in range(500) for key, value in own.items()}
+    write_tensors("test", tmp_path / "file", many)
+    large = nn.Sequential(*(nn.Linear(2, 2) for _ in range(500))).eval()
+    start = time.process_time()
+    loaded = torchq.load(tmp_path / "file", large)
+    # 0.5 s on a core of its own
+    assert time.process_time() - start < 3 + (tmp_path / "file").stat().st_size / 1e6
+    for key, value in loaded.state_dict().items():
+        assert torch.equal(value, many[key])
+    buffers = [own.data_ptr() for own in loaded.buffers() if own.numel()]
+    assert len(buffers) == len({*buffers})  # no layer has one of another
+
+
+def test_more_tensors_than_loading_takes_are_not_saved(tmp_path: Path) -> None:
+    many = {f"{i}.w": torch.zeros(1) for i in range(50_000)}
+    with pytest.raises(ValueError, match=r"few or large.*got 50000 of 200000 bytes. Save parts"):
+        write_tensors("torchq.save", tmp_path / "file", many)
+    assert not [*tmp_path.iterdir()]
 
 
 class Shared(nn.Module):
