@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from torchq.nn import QLSTM
+from torchq.nn.layer import QLayer
 from torchq.serialization.tensor_file import read_tensors, write_tensors
 
 LARGE = 1 << 16  # a gigabyte for two of them, in the smallest dtype
@@ -76,6 +78,40 @@ def test_many_small_layers_take_time_and_memory_by_the_file(tmp_path: Path) -> N
         assert torch.equal(value, many[key])
     buffers = [own.data_ptr() for own in loaded.buffers() if own.numel()]
     assert len(buffers) == len({*buffers})  # no layer has one of another
+
+
+def _other_layers() -> list[dict[str, Any]]:
+    spec = _spec(nn.Linear(2, 2), torch.rand(4, 2))
+    return [{**spec, "recipe": str(i)} for i in range(1500)]
+
+
+def _other_networks() -> list[dict[str, Any]]:
+    spec = _spec(nn.LSTM(4, 4), torch.rand(3, 2, 4))
+    return [{**spec, "layers": spec["layers"] * 40, "other": i} for i in range(40)]
+
+
+def _experts() -> list[dict[str, Any]]:
+    return [{"class": "QExperts", "version": 1, "experts": 1500} for _ in range(40)]
+
+
+def _spec(layer: nn.Module, x: Tensor) -> dict[str, Any]:
+    qmodel = torchq.quantize(nn.Sequential(layer).eval(), [x])
+    parts = [m for m in qmodel.modules() if isinstance(m, QLayer | QLSTM)]
+    return parts[0].read_spec()
+
+
+@pytest.mark.parametrize("make", [_other_layers, _other_networks, _experts])
+def test_specs_of_more_modules_than_the_file_allows(
+    make: Callable[[], list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    """A short text can ask for many modules, which take a millisecond and 10 KB each."""
+    texts = [json.dumps(spec).encode() for spec in make()]
+    many = {
+        f"{i}.spec": torch.tensor(list(text), dtype=torch.uint8) for i, text in enumerate(texts)
+    }
+    write_tensors("test", tmp_path / "file", many)
+    with pytest.raises(ValueError, match="no more modules than its tensors allow, 1000 and one"):
+        torchq.load(tmp_path / "file", nn.Sequential(nn.Linear(2, 2)))
 
 
 def test_more_tensors_than_loading_takes_are_not_saved(tmp_path: Path) -> None:

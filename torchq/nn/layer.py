@@ -13,7 +13,7 @@ from torchq.attributes.post_op import CHANNEL_MASKS, Binary, Eltwise, PReLU
 from torchq.attributes.post_ops import PostOps, post_ops_of
 from torchq.functional.folding import fold
 from torchq.functional.packing import PackedWeight, empty_packed
-from torchq.functional.placeholders import placeholder
+from torchq.functional.placeholders import are_limited, placeholder
 from torchq.nn.module import (
     QModule,
     dtype_from_name,
@@ -191,7 +191,8 @@ class QLayer(QModule):
         )
         self.lookup: QLookup | None = None  # a plain None costs no look-up through nn.Module
         self._add_folded("multiplier", "offset", "post_op_params")
-        self.refold()
+        if not are_limited():
+            self.refold()
 
     def with_lookup(self, lookup: QLookup) -> Self:
         """Apply a table to the destination, in the same op; return the module.

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchq.attributes.attr import Attr
 from torchq.attributes.options import Cell
 from torchq.functional.packing import PackedWeight, pack_linear
-from torchq.functional.placeholders import placeholder
+from torchq.functional.placeholders import are_limited, count_modules, placeholder
 from torchq.nn.module import QModule, dtype_from_name, dtype_name, placeholder_qparams
 from torchq.nn.rnn_attr import attr_of
 from torchq.nn.rnn_weight import RecurrentWeight, grouped, ungrouped
@@ -158,7 +158,8 @@ class QRecurrentLayer(QModule):
             dst=dtype_name(dst_dtype),
             h_n=dtype_name(h_n_dtype),
         )
-        self.refold()
+        if not are_limited():
+            self.refold()
 
     def _add_weight(self, name: str, weight: RecurrentWeight | None) -> None:
         """Pack one weight into buffers; None registers that there is none."""
@@ -243,6 +244,7 @@ class QRecurrentLayer(QModule):
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> "QRecurrentLayer":
         """See the base class."""
+        count_modules()
         inputs, hidden, projection = spec["sizes"]
         directions, gates = spec["directions"], GATES[spec["cell"]]
 

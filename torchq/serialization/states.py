@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchq.functional.placeholders import replaced_placeholders
+from torchq.functional.placeholders import OF_A_NAME, count_modules, replaced_placeholders
 from torchq.nn.module import QModule, read_spec, text_bytes
 
 State = Mapping[str, Tensor]
@@ -37,7 +37,7 @@ def quantized_modules(state: dict[str, Tensor]) -> dict[str, nn.Module]:
     """Return name -> quantized module, from the specs in a state.
 
     Raises:
-        ValueError: a spec is not of torchq, or the specs ask for more memory than the file has.
+        ValueError: a spec is not of torchq, or the specs ask for more than the file allows.
     """
     modules: dict[str, nn.Module] = {}
     made: dict[int, nn.Module] = {}  # of a spec: a module that has several names is one
@@ -48,7 +48,10 @@ def quantized_modules(state: dict[str, Tensor]) -> dict[str, nn.Module]:
         module, is_known = made.get(id(spec)), id(spec) in made
         if module is None:
             text = text_bytes(spec)
-            if text not in empty:
+            if text in empty:
+                count_modules(OF_A_NAME * sum(len(m._modules) for m in empty[text].modules()))
+            else:
+                count_modules()
                 with replaced_placeholders():
                     empty[text] = _without_values(build(read_spec(spec)))
             own = empty[text]
