@@ -23,7 +23,7 @@ from torchq.commands.listing import add_inspect, inspect
 from torchq.commands.model import load_model
 from torchq.commands.quantize import add_quantize, quantize
 from torchq.migrate.source import find_uses
-from torchq.nn.inputs import split_inputs
+from torchq.models.inputs import split_inputs
 from torchq.ops import LIBRARY_PATH
 from torchq.runtime import library
 from torchq.runtime.cpus import usable_cpus

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torchq.convert.api import calibrate, converted_model, prepared_model
+from torchq.convert.api import calibrate
 from torchq.convert.calibrated import check_has_data
+from torchq.convert.pipeline import converted_model, prepared_model
 from torchq.convert.swap.checks import check_prepared
 from torchq.convert.unseen import warn_of_data
-from torchq.nn.inputs import Inputs, Model
+from torchq.models.inputs import Inputs, Model
 from torchq.quantization.config import Overrides, QConfig
 
 __all__ = ["calibrate", "convert", "prepare", "quantize"]

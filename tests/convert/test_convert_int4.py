@@ -23,7 +23,7 @@ FOUR = QConfig(dynamic=True, weight_bits=4)
 
 
 def names(model: nn.Module) -> list[str]:
-    computing = torchq.nn.attached.computing_modules(model).values()
+    computing = torchq.models.attached.computing_modules(model).values()
     return [type(m).__name__ for m in computing if "Linear" in type(m).__name__]
 
 

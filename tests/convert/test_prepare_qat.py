@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import torchq
 import torchq.nn as tnn
 from torchq import QConfig
-from torchq.nn.attached import graphs_of
+from torchq.models.attached import graphs_of
 from torchq.qat.quantizer import ActivationQuantizer
 
 DIGITS = load_digits()

@@ -24,7 +24,7 @@ from repository_models import Options, Output
 from torch import Tensor, nn
 
 import torchq
-from torchq.nn.attached import graphs_of
+from torchq.models.attached import graphs_of
 
 # Parts that have graphs, where torch.export does not capture the whole.
 PARTS = {

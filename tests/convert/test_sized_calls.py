@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchq.capture.aten import plain_graph
 from torchq.capture.exported import Exported, export
-from torchq.nn.model_state import twin
+from torchq.models.state import twin
 
 
 class Modules(nn.Module):

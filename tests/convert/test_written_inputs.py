@@ -15,8 +15,8 @@ from flows import calls, sqnr, values
 from torch import Tensor, nn
 
 import torchq
-from torchq.nn.inputs import float_tensors
-from torchq.nn.trees import copied
+from torchq.models.inputs import float_tensors
+from torchq.models.trees import copied
 
 
 class Body(nn.Module):

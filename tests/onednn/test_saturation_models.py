@@ -15,7 +15,7 @@ import torchq
 import torchq.nn as tnn
 from torchq import PostOps, QConfig, QParams, saturation
 from torchq.functional.packing import pack_conv
-from torchq.nn.attached import computing_modules
+from torchq.models.attached import computing_modules
 from torchq.onednn.saturation import (
     emulate_module,
     prove,

@@ -21,7 +21,7 @@ FILES = {
 }
 TREES = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
 FOLDERS = {module.split(".")[1] for module in FILES if module.count(".") > 1}
-LOW = {"attributes", "runtime", "quantization", "functional", "nn"} & FOLDERS
+LOW = {"attributes", "runtime", "quantization", "functional", "nn", "models"} & FOLDERS
 HIGH = {"convert", "qat", "onednn", "analysis"} & FOLDERS
 
 

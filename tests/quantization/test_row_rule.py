@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import torchq
 from torchq import eager
-from torchq.nn.attached import computing_modules
+from torchq.models.attached import computing_modules
 from torchq.quantization.qparams import choose_qparams
 from torchq.quantization.recipes.rows import LEAST, RowPowers
 

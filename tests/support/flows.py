@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import torchq
 from torchq import QConfig
-from torchq.nn.attached import graphs_of
+from torchq.models.attached import graphs_of
 
 CONFIGS = {
     "u7": QConfig(activation_bits=7),

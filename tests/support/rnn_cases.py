@@ -12,7 +12,7 @@ from cases import random_q
 from torch import Tensor
 
 from torchq.nn.rnn_layer import GATES, UNIT_STATE, UNIT_STATE_S8, QRecurrentLayer
-from torchq.nn.rnn_weight import RecurrentWeight
+from torchq.nn.rnn_packing import RecurrentWeight
 from torchq.quantization.qparams import QParams
 
 

@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves
 
 from torchq.convert.prepared import Prepared
 from torchq.convert.swap.checks import check_prepared
-from torchq.nn.attached import computing_modules, graphs_of, watching
-from torchq.nn.inputs import Inputs, batches, call, decibels, float_tensors
-from torchq.nn.model_state import as_before
+from torchq.models.attached import computing_modules, graphs_of, watching
+from torchq.models.inputs import Inputs, batches, call, decibels, float_tensors
+from torchq.models.state import as_before
 from torchq.nn.module import QModule
-from torchq.nn.notebook import html_table
 from torchq.quantization.observers import Observer
+from torchq.report.tables import html_table
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torchq.analysis.explanation import explain
 from torchq.analysis.sensitivities import NothingInt8, sensitivity
 from torchq.attributes.options import RECIPES
 from torchq.convert.api import quantize
-from torchq.nn.inputs import Inputs, Model, batches
+from torchq.models.inputs import Inputs, Model, batches
 from torchq.quantization.config import Overrides, QConfig
 
 

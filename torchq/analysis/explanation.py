@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from torchq.nn.attached import attachment_of, computing_modules, graphs_of
+from torchq.models.attached import attachment_of, computing_modules, graphs_of
 from torchq.nn.embedding import QEmbedding, QEmbeddingBag
 from torchq.nn.module import QModule
-from torchq.nn.notebook import html_table, text_table
 from torchq.report.rows import NOT_CALLED, Row, Weight, joined
+from torchq.report.tables import html_table, text_table
 
 _RECURRENT = ("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
 

@@ -28,8 +28,8 @@ from torchq.analysis.accuracy import (
 from torchq.analysis.explanation import explain
 from torchq.analysis.speed import LayerTime, Profile, profile
 from torchq.analysis.timing import UNSTEADY
-from torchq.nn.attached import computing_modules, watching
-from torchq.nn.inputs import Inputs, batches, call
+from torchq.models.attached import computing_modules, watching
+from torchq.models.inputs import Inputs, batches, call
 from torchq.nn.module import QModule
 from torchq.report.rows import NOT_CALLED, Row
 from torchq.runtime.isa import cpu_info, isa

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from glob import escape
@@ -14,23 +14,26 @@ from torch import fx, nn
 
 from torchq.analysis.accuracy import Noise, noise_of, pairs_of
 from torchq.capture.ops import Role
-from torchq.convert.api import calibrate, converted_model, prepared_model
-from torchq.convert.coarse import coarse_layers, without_coarse
+from torchq.convert.calibrated import observed_graphs
 from torchq.convert.dispatch import dispatches
 from torchq.convert.lower import Lowering
-from torchq.convert.plan import Plan
-from torchq.convert.prepared import Prepared
+from torchq.convert.pipeline import converted_model, prepared_model
+from torchq.convert.recipes import settle, watches
+from torchq.convert.recipes.rows import coarse, without_coarse
 from torchq.convert.self_contained import SELF_CONTAINED
-from torchq.convert.swap.flow import plain_copy
+from torchq.convert.settled import Seen
+from torchq.convert.swap.flow import calibrate, plain_copy
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.tables import with_tables
-from torchq.nn.inputs import Inputs, batches, call, with_progress
+from torchq.models.inputs import Inputs, batches, call, with_progress
+from torchq.models.state import as_before
 from torchq.nn.leaf import take_hooks
-from torchq.nn.model_state import as_before
-from torchq.nn.notebook import html_table
 from torchq.nn.packed_weights import PackedWeights
+from torchq.planning.passes import decided
+from torchq.planning.plan import Plan
 from torchq.quantization.config import Overrides, QConfig, check_overrides, resolve
 from torchq.report.rows import Row
+from torchq.report.tables import html_table
 
 _CALLS = 6
 """Calls of all trials together, for each batch. Calibrating one takes as long as three calls."""
@@ -234,16 +237,16 @@ def _tables(model: nn.Module, config: QConfig, overrides: Overrides) -> dict[str
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of what stays float, and the graphs with a plan for it.
+    """A choice of what stays float, and plans for it.
 
     Attributes:
         overrides: by name, of the whole model.
-        graphs: in the order of the modules that have one.
+        plans: in the order of the modules that have a graph.
         as_whole: follow the row rule where the whole model does, whatever the overrides name.
     """
 
     overrides: Overrides
-    graphs: list[Prepared]
+    plans: list[Plan]
     as_whole: bool
 
 
@@ -262,9 +265,9 @@ class Trials:
         self.config = config
         self.prepared = prepared_model(model, example_inputs, config, overrides, share=True)
         self.whole: nn.Module = self.prepared
-        self._graphs: list[Any] = [each.graph for each in dispatches(self.prepared)]
+        self._graphs = list(observed_graphs(self.prepared).values())
         self._coarse: list[dict[fx.Node, str]] = []
-        self._searches: list[dict[Any, Any]] = [{} for _ in self._graphs]
+        self._searches: list[dict[Hashable, object]] = [{} for _ in self._graphs]
         self._weights = PackedWeights()
 
     def computing(self) -> list[Row]:
@@ -279,22 +282,27 @@ class Trials:
 
     def plan(self, overrides: Overrides, as_whole: bool = False) -> Choice:
         """Plan a trial, before the calibration."""
-        graphs = [graph.sharing(_planned(graph, overrides)) for graph in self._graphs]
-        return Choice(overrides, graphs, as_whole)
+        plans = []
+        for graph in self._graphs:
+            plans.append(decided(graph.plan.captured, graph.plan.default, overrides))
+            graph.watch(watches(plans[-1]))
+        return Choice(overrides, plans, as_whole)
 
     def has(self, trial: Choice, row: Row) -> bool:
         """Return whether a trial has a layer or function in int8."""
-        names = (name for graph in trial.graphs for name in _computing(graph.plan))
+        names = (name for plan in trial.plans for name in _computing(plan))
         return row.is_matmul or row.name in names
 
     def calibrate(self, data: Iterable[Any]) -> None:
         """Calibrate all trials, and convert the whole."""
-        for graph in self._graphs:
-            graph.graph_module.recompile()
         calibrate(self.prepared, data, progress=False)
         self.whole = converted_model(self.prepared, strict=False, weights=self._weights)
-        pairs = zip(self._graphs, self._searches, strict=True)
-        self._coarse = [coarse_layers(g.with_plan(g.plan, known)) for g, known in pairs]
+        plans = [graph.plan for graph in self._graphs]
+        self._coarse = [coarse(self._seen(i, plan)) for i, plan in enumerate(plans)]
+
+    def _seen(self, number: int, plan: Plan) -> Seen:
+        """Return what was recorded for a plan; searches are those of all plans of the graph."""
+        return Seen(self._graphs[number].recorder, plan, self._searches[number])
 
     @contextmanager
     def in_place(self, trial: Choice) -> Iterator[nn.Module]:
@@ -303,7 +311,7 @@ class Trials:
         graphs = [owner.graph for owner in owners]
         leaves = dict(self._leaves_in_float(trial))
         with torch.no_grad():
-            lowered = [self._lowered(i, graph, trial) for i, graph in enumerate(trial.graphs)]
+            lowered = [self._lowered(i, plan, trial) for i, plan in enumerate(trial.plans)]
         try:
             for owner, graph in zip(owners, lowered, strict=True):
                 owner.graph = graph
@@ -314,18 +322,16 @@ class Trials:
                 owner.graph = graph
             _exchange(self.whole, {new: old for old, new in leaves.items()})
 
-    def _lowered(self, number: int, graph: Prepared, trial: Choice) -> nn.Module:
-        settled = graph.with_plan(graph.plan, self._searches[number])
-        of_whole = self._coarse[number]
+    def _lowered(self, number: int, plan: Plan, trial: Choice) -> nn.Module:
+        seen, known = self._seen(number, plan), self._graphs[number].opaque_names
         if trial.as_whole:
-            left = {layer.op.node for layer in graph.plan.layer_at.values()}
-            reasons = {node: why for node, why in of_whole.items() if node in left}
-        else:
-            reasons = coarse_layers(settled)
-        prefix = graph.plan.prefix
-        names = [name for name in graph.plan.self_contained if name in graph.opaque_names]
-        opaque = {name: self.whole.get_submodule(f"{prefix}{name}") for name in names}
-        return Lowering(without_coarse(settled, reasons), opaque, self._weights).run()
+            left = {layer.op.node for layer in plan.active}
+            of_whole = self._coarse[number].items()
+            reasons = {node: why for node, why in of_whole if node in left}
+            seen = seen.with_plan(without_coarse(plan, reasons))
+        names = [name for name in plan.self_contained if name in known]
+        opaque = {name: self.whole.get_submodule(f"{plan.prefix}{name}") for name in names}
+        return Lowering(settle(seen), opaque, self._weights).run()
 
     def _leaves_in_float(self, trial: Choice) -> Iterator[tuple[nn.Module, nn.Module]]:
         """Yield leaves of the whole model that a trial has in float, and the float layers."""
@@ -339,16 +345,12 @@ class Trials:
 
 def _computing(plan: Plan) -> Iterator[str]:
     """Yield the names of what computes in int8 by a plan."""
-    layers = plan.layer_at.values()
+    layers = plan.active
     residual = [p for layer in layers for p in layer.parts if p.role is Role.COMBINE]
     ops = [*(layer.op for layer in layers), *residual, *plan.dynamic_at.values()]
     names = [op.base if op.owner is not None else op.name for op in ops]
     for name in (*names, *plan.self_contained):
         yield f"{plan.prefix}{name}"
-
-
-def _planned(graph: Prepared, overrides: Overrides) -> Plan:
-    return Plan(graph.plan.captured, graph.plan._config, overrides)
 
 
 def _exchange(model: nn.Module, new: dict[nn.Module, nn.Module]) -> None:

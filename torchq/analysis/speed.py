@@ -16,12 +16,12 @@ from torch import nn
 from torchq.analysis import timing
 from torchq.analysis.explanation import explain
 from torchq.analysis.timing import UNSTEADY, Speedup, Times, crowded, measure
-from torchq.nn.attached import computing_modules, watching
-from torchq.nn.inputs import Inputs, split_inputs
-from torchq.nn.model_state import as_before
+from torchq.models.attached import computing_modules, watching
+from torchq.models.inputs import Inputs, split_inputs
+from torchq.models.state import as_before
+from torchq.models.trees import copied
 from torchq.nn.module import QModule
-from torchq.nn.notebook import html_table
-from torchq.nn.trees import copied
+from torchq.report.tables import html_table
 
 
 @dataclass(frozen=True)

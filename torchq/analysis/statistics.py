@@ -10,14 +10,15 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from torchq.attributes.json_text import read_json
-from torchq.nn.observers import observers, weights_digest
+from torchq.convert.swap.observed import ObservedLeaf
+from torchq.models.observed import observers, weights_digest
 from torchq.quantization.observers import Observer, PerChannelMinMaxObserver
 from torchq.quantization.observers.recorded import (
     Recorded,
     kind,
     recorded,
-    replace,
     replaced,
+    restore,
 )
 from torchq.quantization.recipes.rows import RowPowers
 from torchq.serialization.tensor_file import read_tensors, write_tensors
@@ -87,6 +88,9 @@ def load_calibration(
             own.pop(name)
             observer.forget()  # type: ignore[operator]
     kinds = {name: kinds[name] for name in own}
+    given = {
+        name: text for name, text in given.items() if name in own or not _unused(prepared, name)
+    }
     if kinds != given:
         different = sorted(set(kinds.items()) ^ set(given.items()))
         raise ValueError(
@@ -107,8 +111,14 @@ def load_calibration(
         if merge:
             observer.merge(loaded[name])
         else:
-            replace(observer, saved[name])
+            restore(observer, saved[name])
     return prepared
+
+
+def _unused(prepared: nn.Module, name: str) -> bool:
+    """Return whether it is of a layer that is dynamic here, and was observed in earlier files."""
+    parent = dict(prepared.named_modules()).get(name.rpartition(".")[0])
+    return isinstance(parent, ObservedLeaf) and parent.observer is None and not parent.by_rows
 
 
 def _read(path: Path) -> tuple[dict[str, Recorded], str]:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from torchq.nn.inputs import Inputs, call, call_with, split_inputs
-from torchq.nn.model_state import is_same
-from torchq.nn.trees import copied
+from torchq.models.inputs import Inputs, call, call_with, split_inputs
+from torchq.models.state import is_same
+from torchq.models.trees import copied
 from torchq.runtime.cpus import usable_cpus
 
 clock = time.perf_counter

@@ -33,7 +33,7 @@ from torchq.capture.graph import (
 from torchq.capture.module_kinds import MATMUL
 from torchq.capture.patterns import row_of
 from torchq.capture.rewrites import as_torch_call, base_name, full_name, is_random, passed_on
-from torchq.nn.trees import opened
+from torchq.models.trees import opened
 from torchq.quantization.recipes.phases import largest_phase
 
 _ATEN = torch.ops.aten

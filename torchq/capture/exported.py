@@ -30,8 +30,9 @@ from torch.utils import _pytree as pytree
 from torchq.capture.condition import Condition
 from torchq.capture.one_call import FakeFunctions, as_fake_calls, as_one_call
 from torchq.capture.terms import Size
-from torchq.nn.model_state import changed, state_of, twin
-from torchq.nn.trees import copied, opened
+from torchq.models.inputs import float_tensors
+from torchq.models.state import changed, same_numbers, state_of, twin
+from torchq.models.trees import copied, opened
 
 _LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 _SIZE = re.compile(r"L\['(?:tensors'|args'\]\[0)\]\[(\d+)\]\.size\(\)")
@@ -70,6 +71,7 @@ class Exported:
         guards: conditions on the sizes of the tensors.
         lines: size -> the line of the module's code that fixes it.
         neutral: name of an option -> values of it that give the same results as the example.
+        results: float tensors that the module gave for the example, where it ran on that.
     """
 
     program: ExportedProgram
@@ -79,6 +81,7 @@ class Exported:
     guards: list[Condition] = field(default_factory=list)
     lines: dict[Size, str] = field(default_factory=dict)
     neutral: dict[str, list[Any]] = field(default_factory=dict)
+    results: list[Tensor] | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -139,12 +142,14 @@ def export(
         raise CaptureError(why)
     # contiguous, since other strides would become guards
     args, kwargs = _mapped(lambda t: t.detach().clone().contiguous(), (tuple(args), dict(kwargs)))
-    module, fakes = _warm(module, args, kwargs)
+    module, fakes, results = _warm(module, args, kwargs)
     wider = _widened(module, args, kwargs) if widen else None
     if wider is not None:
         with contextlib.suppress(CaptureError):
             return _export(module, *wider, fakes)
-    return _export(module, args, kwargs, fakes)
+    exported = _export(module, args, kwargs, fakes)
+    exported.results = results
+    return exported
 
 
 def _why_not(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -192,10 +197,11 @@ def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return pytree.tree_map_only(Tensor, function, opened(value))
 
 
-def _warm(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, bool]:
+def _warm(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, bool, list[Tensor] | None]:
     """Return the module, or a copy that keeps what its first call has worked out for the sizes.
 
-    The second result tells whether its code calls ``torch.fake_quantize_*``.
+    The second result tells whether its code calls ``torch.fake_quantize_*``. The third one has the
+    float tensors that it gave, unless it is a copy.
 
     Raises:
         CaptureError: each call changes what it keeps, the values of the first one decide, the code
@@ -203,7 +209,7 @@ def _warm(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, bool]:
     """
     warm, again, given = twin(module), twin(module), copied(args, kwargs)
     before, (leaves, spec) = state_of(warm), pytree.tree_flatten(opened(given))
-    with torch.no_grad(), FakeFunctions(replace=False) as functions:
+    with torch.no_grad(), same_numbers(), FakeFunctions(replace=False) as functions:
         result = warm(*given[0], **given[1])
     now = pytree.tree_flatten(opened(given))
     if now[1] != spec or any(a is not b for a, b in zip(leaves, now[0], strict=True)):
@@ -212,7 +218,7 @@ def _warm(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, bool]:
         raise CaptureError(why)
     first = state_of(warm)
     if not changed(before, first):
-        return module, functions.seen
+        return module, functions.seen, float_tensors(result)
     with torch.no_grad(), contextlib.suppress(Exception):  # of values that the code refuses
         given = copied(args, kwargs)
         warm(*given[0], **given[1])
@@ -222,7 +228,7 @@ def _warm(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, bool]:
     for name, keys in found.items():
         where = f"'{name}.{keys[0]}'" if name else f"'{keys[0]}'"
         raise CaptureError(f"its code changes {where} in each call")
-    return warm, functions.seen
+    return warm, functions.seen, None
 
 
 def _other_values(tensor: Tensor) -> Tensor:

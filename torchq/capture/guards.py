@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torchq.capture.condition import NAMES, Condition, by_size
 from torchq.capture.exported import Argument, Exported
 from torchq.capture.terms import Size
-from torchq.nn.trees import opened
+from torchq.models.trees import opened
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.capture.ops import NOT_FINITE, Arguments, Made, Pointwise, Role, shape_of
+from torchq.capture.ops import NOT_FINITE, Arguments, Pointwise, Recognized, Role, shape_of
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.fake_scales import why_not_fixed
 from torchq.nn.float_modules import Cat
@@ -24,10 +24,10 @@ def _number(value: Any) -> bool:
 
 def binary(
     module: type[nn.Module] | None, function: Callable[..., Any]
-) -> Callable[[Arguments], Made | str]:
+) -> Callable[[Arguments], Recognized | str]:
     """Two tensors combine; a tensor and a number are a function of the tensor."""
 
-    def make(a: Arguments) -> Made | str:
+    def make(a: Arguments) -> Recognized | str:
         if a.get("alpha", 1) != 1 or a.get("rounding_mode") is not None:
             return "its options have no int8 form"
         if not all(isinstance(x, fx.Node | Tensor) or _number(x) for x in (a.input, a.other)):
@@ -39,19 +39,25 @@ def binary(
                 return "a number that depends on the input's sizes has no int8 form"
             if module is None:
                 return f"{function.__name__} of two tensors has no int8 form"
-            return Made(Role.COMBINE, module(), [a.input, a.other])
+            return Recognized(Role.COMBINE, module(), [a.input, a.other])
         if isinstance(other, Tensor) and not bool(torch.isfinite(other).all()):
             srcs = [a.nodes["input"], a.nodes["other"]]
-            return Made(Role.COMBINE, None if module is None else module(), srcs, reason=NOT_FINITE)
+            return Recognized(
+                Role.COMBINE, None if module is None else module(), srcs, reason=NOT_FINITE
+            )
         affine = _affine(function, torch.as_tensor(other, device="cpu"), position)
         if _number(other) or other.dim() == 0:
             pointwise = Pointwise(function, float(other), position=position)
-            return Made(Role.UNARY, pointwise, [src], affine=affine)
+            return Recognized(Role.UNARY, pointwise, [src], affine=affine)
         if module is not None:
-            return Made(Role.COMBINE, module(), [a.nodes["input"], a.nodes["other"]], affine=affine)
+            return Recognized(
+                Role.COMBINE, module(), [a.nodes["input"], a.nodes["other"]], affine=affine
+            )
         if affine is None:
             return f"{function.__name__} of two tensors has no int8 form"
-        return Made(Role.NORM, Pointwise(function, other, position=position), [src], affine=affine)
+        return Recognized(
+            Role.NORM, Pointwise(function, other, position=position), [src], affine=affine
+        )
 
     return make
 
@@ -76,21 +82,21 @@ def _affine(
     return found if finite else None
 
 
-def cat(a: Arguments) -> Made | str:
+def cat(a: Arguments) -> Recognized | str:
     """Make ``torch.cat`` of sources that are listed one by one."""
     if isinstance(a.tensors, fx.Node):
         return "its sources are not listed one by one"
-    return Made(Role.COMBINE, Cat(a.dim), list(a.nodes["tensors"]))
+    return Recognized(Role.COMBINE, Cat(a.dim), list(a.nodes["tensors"]))
 
 
 # Functions of each element
 
 
-def unary(make: Callable[[Arguments], nn.Module]) -> Callable[[Arguments], Made | str]:
+def unary(make: Callable[[Arguments], nn.Module]) -> Callable[[Arguments], Recognized | str]:
     """Return the maker of a function of one tensor, whose other arguments are constants."""
 
-    def unary(a: Arguments) -> Made | str:
-        return a.why_varying("input") or Made(Role.UNARY, make(a), [a.input])
+    def unary(a: Arguments) -> Recognized | str:
+        return a.why_varying("input") or Recognized(Role.UNARY, make(a), [a.input])
 
     return unary
 
@@ -103,36 +109,36 @@ def clip(low: float | None, high: float | None) -> nn.Module:
     return nn.Hardtanh(low, high) if low < high else Pointwise(torch.clamp, low, high)
 
 
-def clamp(a: Arguments) -> Made | str:
+def clamp(a: Arguments) -> Recognized | str:
     """Make ``torch.clamp``."""
     if any(isinstance(a[name], Tensor) for name in ("min", "max")):
         return "its bounds are tensors"
     return unary(lambda a: clip(a.min, a.max))(a)
 
 
-def prelu(a: Arguments) -> Made | str:
+def prelu(a: Arguments) -> Recognized | str:
     """Make ``F.prelu``: a leaky relu, or a slope per channel."""
     if why := a.why_varying("input"):
         return why
     if a.weight.numel() == 1:
-        return Made(Role.UNARY, nn.LeakyReLU(float(a.weight)), [a.input])
+        return Recognized(Role.UNARY, nn.LeakyReLU(float(a.weight)), [a.input])
     module = nn.PReLU(a.weight.numel(), device="cpu")
     module.weight = nn.Parameter(a.weight.detach().reshape(-1), False)
-    return Made(Role.SLOPES, module, [a.input])
+    return Recognized(Role.SLOPES, module, [a.input])
 
 
-def fake(a: Arguments) -> Made | str:
+def fake(a: Arguments) -> Recognized | str:
     """torch.fake_quantize_per_tensor_affine and torch.fake_quantize_per_channel_affine."""
     if why := a.why_varying("input"):
         return why
     fake = FakeQuantize.from_affine(a.scale, a.zero_point, a.quant_min, a.quant_max, a.get("axis"))
-    return Made(Role.FAKE, fake, [a.nodes["input"]], reason=why_not_fixed(fake))
+    return Recognized(Role.FAKE, fake, [a.nodes["input"]], reason=why_not_fixed(fake))
 
 
-def pool(cls: type[nn.Module]) -> Callable[[Arguments], Made | str]:
+def pool(cls: type[nn.Module]) -> Callable[[Arguments], Recognized | str]:
     """Return the maker of a pool of this class."""
 
-    def make(a: Arguments) -> Made | str:
+    def make(a: Arguments) -> Recognized | str:
         if a.why_varying("input"):
             return "its window is computed at run time"
         if a.get("divisor_override"):
@@ -140,7 +146,7 @@ def pool(cls: type[nn.Module]) -> Callable[[Arguments], Made | str]:
         options = {k: tuple(v) if isinstance(v, list) else v for k, v in a.items() if k != "input"}
         if "stride" in options:
             options["stride"] = options["stride"] or None
-        return Made(Role.POOL, cls(**options), [a.input])
+        return Recognized(Role.POOL, cls(**options), [a.input])
 
     return make
 
@@ -148,35 +154,35 @@ def pool(cls: type[nn.Module]) -> Callable[[Arguments], Made | str]:
 _GLOBAL = {3: nn.AdaptiveAvgPool1d, 4: nn.AdaptiveAvgPool2d, 5: nn.AdaptiveAvgPool3d}
 
 
-def mean(a: Arguments) -> Made | str:
+def mean(a: Arguments) -> Recognized | str:
     """Make a mean over all spatial dims."""
     rank = len(shape_of(a.nodes["input"]))
     dims = a.get("dim") or () if rank in _GLOBAL and a.dtype is None else ()
     if not dims or sorted(d % rank for d in dims) != list(range(2, rank)):
         return "a mean other than over all spatial dims has no int8 form"
-    return Made(Role.POOL, _GLOBAL[rank](1), [a.input], flatten=not a.keepdim)
+    return Recognized(Role.POOL, _GLOBAL[rank](1), [a.input], flatten=not a.keepdim)
 
 
 # What moves elements
 
 
-def move(a: Arguments) -> Made | str:
+def move(a: Arguments) -> Recognized | str:
     """Torch's own operation on any dtype."""
-    return Made(Role.MOVE, None, [a.nodes["input"]])
+    return Recognized(Role.MOVE, None, [a.nodes["input"]])
 
 
-def index(a: Arguments) -> Made | str:
+def index(a: Arguments) -> Recognized | str:
     """Make an item of a tensor, or of sizes."""
     value = a.nodes["input"].meta["value"]
     if value.shape is None and not value.is_sequence:
-        return Made(Role.SHAPE, None, [])  # of a size
-    return Made(Role.MOVE, None, [a.input])
+        return Recognized(Role.SHAPE, None, [])  # of a size
+    return Recognized(Role.MOVE, None, [a.input])
 
 
-def interpolate(mode: str) -> Callable[[Arguments], Made | str]:
+def interpolate(mode: str) -> Callable[[Arguments], Recognized | str]:
     """Return the maker of a linear ``F.interpolate`` with the centers of pixels aligned."""
 
-    def make(a: Arguments) -> Made | str:
+    def make(a: Arguments) -> Recognized | str:
         if a.align_corners:
             return "interpolation with align_corners=True has no int8 form"
         if why := a.why_varying("input", "output_size"):
@@ -186,26 +192,25 @@ def interpolate(mode: str) -> Callable[[Arguments], Made | str]:
             return f"interpolation by {factors} has no int8 form, only by whole numbers"
         module = nn.Upsample(None, None, mode)
         module.scale_factor = tuple(factors) or None
-        made = Made(Role.POOL, module, [a.input])
         if a.varies("output_size"):
-            made.size = list(a.output_size)
-        elif a.output_size is not None:
+            return Recognized(Role.POOL, module, [a.input], size=list(a.output_size))
+        if a.output_size is not None:
             module.size = tuple(a.output_size)
-        return made
+        return Recognized(Role.POOL, module, [a.input])
 
     return make
 
 
-def pad(a: Arguments) -> Made | str:
+def pad(a: Arguments) -> Recognized | str:
     """``F.pad`` with zeros."""
     rank, pad, mode = len(shape_of(a.nodes["input"])), a.pad, a.get("mode", "constant")
     if mode in ("reflect", "replicate", "circular"):
-        return Made(Role.MOVE, None, [a.input])
+        return Recognized(Role.MOVE, None, [a.input])
     if mode != "constant" or a.value not in (None, 0, 0.0):
         return "padding with anything but constant zeros has no int8 form"
     if a.varies("pad"):
-        return Made(Role.PAD, None, [a.input])  # by sizes
-    return Made(Role.PAD, None, [a.input], pad=_spatial_pad(rank, pad))
+        return Recognized(Role.PAD, None, [a.input])  # by sizes
+    return Recognized(Role.PAD, None, [a.input], pad=_spatial_pad(rank, pad))
 
 
 def _spatial_pad(rank: int, pad: Sequence[int]) -> tuple[list[int], list[int]] | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,13 +14,13 @@ from torch import Tensor, fx, nn
 
 from torchq.attributes.arguments import FLOATS
 from torchq.capture.module_kinds import MAX_REDUCTION, TOO_LONG
-from torchq.capture.ops import Arguments, Made, Role, Step, is_size, shape_of
+from torchq.capture.ops import Arguments, Recognized, Role, Step, is_size, shape_of
 from torchq.nn.batch_norm import TRANSPOSED, reduction
 from torchq.nn.fake_scales import weight_scale
 from torchq.nn.float_modules import Attention, AttentionOptions, MatMul
 
 
-def batch_norm(a: Arguments) -> Made | str:
+def batch_norm(a: Arguments) -> Recognized | str:
     """``F.batch_norm`` in evaluation."""
     if why := a.why_varying("input"):
         return why
@@ -29,31 +30,32 @@ def batch_norm(a: Arguments) -> Made | str:
     scale = scale if a.weight is None else scale * a.weight
     shift = -a.running_mean * scale if a.bias is None else a.bias - a.running_mean * scale
     shape = [-1] + [1] * (len(shape_of(a.input)) - 2)
-    return Made(Role.NORM, None, [a.input], affine=(scale.reshape(shape), shift.reshape(shape)))
+    return Recognized(
+        Role.NORM, None, [a.input], affine=(scale.reshape(shape), shift.reshape(shape))
+    )
 
 
-def _layer(module: nn.Module, src: fx.Node, weight: Tensor, bias: Tensor | None) -> Made:
+def _layer(module: nn.Module, src: fx.Node, weight: Tensor, bias: Tensor | None) -> Recognized:
     """Give a module this weight and bias."""
     module.weight = nn.Parameter(weight.detach(), False)
     module.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), False))
     reason = TOO_LONG if reduction(module.eval()) > MAX_REDUCTION else ""
-    return Made(Role.MATMUL, module, [src], reason=reason)
+    return Recognized(Role.MATMUL, module, [src], reason=reason)
 
 
-def _as_trained(made: Made, a: Arguments, axis: int = 0, groups: int = 1) -> Made:
+def _as_trained(made: Recognized, a: Arguments, axis: int = 0, groups: int = 1) -> Recognized:
     """Take over the scale of a fake-quantized weight; ``axis`` is of the output channels."""
     source = a.nodes["weight"]
     fake = source.meta.get("fake") if isinstance(source, fx.Node) else None
     if fake is not None:
         scale = weight_scale(fake, a.weight, axis, groups)
         if isinstance(scale, str):
-            made.note = f"{scale}: it is quantized anew"
-        else:
-            made.weight_scale = scale
+            return replace(made, note=f"{scale}: it is quantized anew")
+        return replace(made, weight_scale=scale)
     return made
 
 
-def linear(a: Arguments) -> Made | str:
+def linear(a: Arguments) -> Recognized | str:
     """``F.linear`` with constant parameters."""
     if why := a.why_varying("input"):
         return why
@@ -62,7 +64,7 @@ def linear(a: Arguments) -> Made | str:
     return _as_trained(linear_of(a.input, a.weight, a.bias), a)
 
 
-def product(a: Arguments) -> Made | str:
+def product(a: Arguments) -> Recognized | str:
     """Make a product of two tensors at run time, or a linear layer of a constant matrix."""
     right = "other" if "other" in a else "mat2"  # of bmm and mm
     other = a[right]
@@ -71,10 +73,10 @@ def product(a: Arguments) -> Made | str:
         return "an operand is a vector"
     if isinstance(other, Tensor) and ranks[1] == 2:
         return linear_of(a.input, other.t(), None)
-    return Made(Role.PRODUCT, MatMul(), [a.nodes["input"], a.nodes[right]])
+    return Recognized(Role.PRODUCT, MatMul(), [a.nodes["input"], a.nodes[right]])
 
 
-def attention(a: Arguments) -> Made | str:
+def attention(a: Arguments) -> Recognized | str:
     """F.scaled_dot_product_attention; a mask comes with each call, in float or bool."""
     sources = [a.nodes[name] for name in ("query", "key", "value")]
     sized = isinstance(a.scale, fx.Node) and is_size(a.scale)
@@ -92,17 +94,17 @@ def attention(a: Arguments) -> Made | str:
     module = Attention(AttentionOptions(bool(a.is_causal), scale, bool(a.enable_gqa)))
     scaled: list[Step] = [(operator.mul, (None, a.scale))] if sized else []
     masked: list[Step] = [] if mask is None else [(operator.add, (None, mask))]
-    return Made(Role.PRODUCT, module, sources, steps=scaled + masked)
+    return Recognized(Role.PRODUCT, module, sources, steps=(*scaled, *masked))
 
 
-def inner(a: Arguments) -> Made | str:
+def inner(a: Arguments) -> Recognized | str:
     """torch.inner with a constant matrix: a linear layer of it."""
     if not isinstance(a.other, Tensor) or a.other.dim() != 2 or not shape_of(a.input):
         return "an inner product without a constant matrix on its right has no int8 form"
     return linear_of(a.input, a.other, None)
 
 
-def add_product(a: Arguments) -> Made | str:
+def add_product(a: Arguments) -> Recognized | str:
     """torch.addmm of constants."""
     if why := a.why_varying("mat1"):
         return why
@@ -114,18 +116,18 @@ def add_product(a: Arguments) -> Made | str:
     return linear_of(a.mat1, a.mat2.t() * a.alpha, bias.reshape(-1).expand(a.mat2.shape[1]))
 
 
-def linear_of(src: fx.Node, weight: Tensor, bias: Tensor | None) -> Made:
+def linear_of(src: fx.Node, weight: Tensor, bias: Tensor | None) -> Recognized:
     """Return a linear layer of a constant matrix ``[out, in]``."""
     module = nn.Linear(1, 1, device="meta")
     module.out_features, module.in_features = weight.shape
     return _layer(module, src, weight.contiguous(), bias)
 
 
-def conv(cls: type[nn.Module]) -> Callable[[Arguments], Made | str]:
+def conv(cls: type[nn.Module]) -> Callable[[Arguments], Recognized | str]:
     """Return the maker of a convolution; transposed ones swap the channels of the weight."""
     transposed = issubclass(cls, TRANSPOSED)
 
-    def make(a: Arguments) -> Made | str:
+    def make(a: Arguments) -> Recognized | str:
         if why := a.why_varying("input", "output_padding"):
             return why
         sized = transposed and a.varies("output_padding")  # of an output_size
@@ -139,9 +141,7 @@ def conv(cls: type[nn.Module]) -> Callable[[Arguments], Made | str]:
         module = cls(*channels, tuple(kernel), groups=a.groups, device="meta", **options)
         made = _layer(module, a.input, a.weight, a.bias)
         made = _as_trained(made, a, *((1, a.groups) if transposed else ()))
-        if sized:
-            made.size = list(a.output_padding)
-        return made
+        return replace(made, size=list(a.output_padding)) if sized else made
 
     return make
 

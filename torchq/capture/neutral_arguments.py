@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchq.capture.exported import Exported
-from torchq.nn.model_state import twin
-from torchq.nn.trees import copied
+from torchq.models.state import same_numbers, twin
+from torchq.models.trees import copied
 
 _OPTIONS = {"output_attentions": False, "output_hidden_states": False, "return_dict": True}
 """Options of models of transformers. ``generate`` gives them to the encoder in each call."""
@@ -60,8 +60,7 @@ def neutral_options(
 
 def _result(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     args, kwargs = copied(args, kwargs)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with torch.no_grad(), same_numbers():
         return pytree.tree_flatten(twin(module)(*args, **kwargs))
 
 

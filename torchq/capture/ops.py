@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -37,7 +37,7 @@ class Role(enum.Enum):
 
 
 class Split(NamedTuple):
-    """A mask whose leading sizes are those of the product of queries and keys; see Made.split."""
+    """A mask whose leading sizes are those of the product of queries and keys."""
 
     mask: fx.Node
 
@@ -49,9 +49,9 @@ NOT_FINITE = "its constant is not finite"
 """Why a sum stays float that is no mask of attention."""
 
 
-@dataclass(eq=False)
-class Made:
-    """A recognised operation: what computes it in float, and the nodes it reads.
+@dataclass(frozen=True, eq=False)
+class Recognized:
+    """What a call is: what computes it in float, and the nodes it reads.
 
     Attributes:
         role: see Role.
@@ -84,14 +84,16 @@ class Made:
     weight_scale: Tensor | None = None
     is_matmul: bool = False
     size: Any = None
-    steps: list[Step] = field(default_factory=list)
+    steps: tuple[Step, ...] = ()
     split: Any = None
     joined: Any = None
 
 
-@dataclass(eq=False)
-class Op(Made):
-    """A node of the graph; the attributes of Made and these.
+@dataclass(frozen=True, eq=False)
+class Op(Recognized):
+    """An operation of the graph; the attributes of Recognized and these.
+
+    Passes replace operations; nothing changes them.
 
     Attributes:
         node: its node.
@@ -112,10 +114,10 @@ class Op(Made):
     kind: str = field(kw_only=True)
     requested: bool = False
     owner: nn.Module | None = None
-    absorbed: list[Op] = field(default_factory=list)
-    behind: list[Op] = field(default_factory=list)
+    absorbed: tuple[Op, ...] = ()
+    behind: tuple[Op, ...] = ()
     post_ops: str = ""
-    operands: list[fx.Node] = field(default_factory=list)
+    operands: tuple[fx.Node, ...] = ()
 
     @property
     def dst(self) -> fx.Node:
@@ -197,7 +199,7 @@ def reads_strides(node: fx.Node) -> bool:
     return name.partition(".")[0] in _OF_STRIDES or name == "view.dtype"
 
 
-def only_reader(node: fx.Node, ops: dict[fx.Node, Op]) -> Op | None:
+def only_reader(node: fx.Node, ops: Mapping[fx.Node, Op]) -> Op | None:
     """Return the one operation that reads a node, if it reads it once and may be fused."""
     users = list(node.users)
     op = ops.get(users[0]) if len(users) == 1 else None

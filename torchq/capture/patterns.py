@@ -20,10 +20,10 @@ from torchq.attributes.arguments import as_float32
 from torchq.capture import makers, matmuls
 from torchq.capture.graph import aten_name
 from torchq.capture.makers import unary
-from torchq.capture.ops import Arguments, Made, Pointwise, Role, shape_of
+from torchq.capture.ops import Arguments, Pointwise, Recognized, Role, shape_of
 from torchq.nn.float_modules import Add, Mul
 
-Maker = Callable[[Arguments], Made | str]
+Maker = Callable[[Arguments], Recognized | str]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def _row(role: Role, names: str, make: Maker, *, is_matmul: bool = False) -> Row
     return Row(role, tuple(names.split()), make, is_matmul or role is Role.MATMUL)
 
 
-def _convolution(a: Arguments) -> Made | str:
+def _convolution(a: Arguments) -> Recognized | str:
     """``torch.convolution``, plain or transposed."""
     if why := a.why_varying("input"):
         return why
@@ -60,7 +60,7 @@ def _convolution(a: Arguments) -> Made | str:
     return matmuls.conv(cls)(a)
 
 
-def _tensordot(a: Arguments) -> Made | str:
+def _tensordot(a: Arguments) -> Recognized | str:
     """Make a linear layer of a product along the last dim with a constant matrix."""
     reason = "a tensordot that is no linear layer of a constant matrix has no int8 form"
     if not isinstance(a.other, Tensor) or a.other.dim() != 2 or not isinstance(a.input, fx.Node):
@@ -71,7 +71,7 @@ def _tensordot(a: Arguments) -> Made | str:
     return matmuls.linear_of(a.input, a.other if matrix[0] % 2 else a.other.t(), None)
 
 
-def _elu(a: Arguments) -> Made | str:
+def _elu(a: Arguments) -> Recognized | str:
     if a.scale != 1 or a.input_scale != 1:
         return "its scales have no int8 form"
     return unary(lambda a: nn.ELU(a.alpha))(a)
@@ -100,15 +100,15 @@ def _float(reason: str, names: str, *, is_matmul: bool = False) -> Row:
     return _row(Role.OPAQUE, names, lambda a: reason, is_matmul=is_matmul)
 
 
-def _rsub(a: Arguments) -> Made | str:
+def _rsub(a: Arguments) -> Recognized | str:
     """``other - self``."""
     a["input"], a["other"] = a.other, a.input
     a.nodes["input"], a.nodes["other"] = a.nodes["other"], a.nodes["input"]
     return makers.binary(None, torch.sub)(a)
 
 
-def _shape(a: Arguments) -> Made | str:
-    return Made(Role.SHAPE, None, [])
+def _shape(a: Arguments) -> Recognized | str:
+    return Recognized(Role.SHAPE, None, [])
 
 
 _MOVED = (

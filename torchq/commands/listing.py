@@ -15,8 +15,8 @@ from torch import Tensor
 
 from torchq.attributes.arguments import float_text
 from torchq.nn.module import read_spec
-from torchq.nn.notebook import text_table
 from torchq.report.rows import Row
+from torchq.report.tables import text_table
 from torchq.serialization import read_state
 from torchq.serialization.graph_text import GRAPH_KEY
 from torchq.serialization.report_text import REPORT_KEY, read_report

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.attributes.arguments import nearest
-from torchq.nn.inputs import Inputs
+from torchq.models.inputs import Inputs
 
 _NO_CODE = (".safetensors", ".onnx", ".gguf", ".json", ".bin", ".h5")
 """Ends of the names of files of tensors or graphs."""

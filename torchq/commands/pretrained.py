@@ -21,7 +21,7 @@ import torchq
 from torchq.commands import report
 from torchq.commands.samples import find_images, read_texts
 from torchq.integrations.compressed_files import METHOD
-from torchq.nn.inputs import Inputs, call
+from torchq.models.inputs import Inputs, call
 
 _LONGEST = 512
 """Tokens of a sample; what is longer is cut."""

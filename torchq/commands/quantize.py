@@ -24,7 +24,7 @@ from torchq.commands.report import (
 )
 from torchq.migrate.ao_modules import kind
 from torchq.migrate.torchao import is_torchao
-from torchq.nn.inputs import Inputs, call
+from torchq.models.inputs import Inputs, call
 
 _MODEL_HELP = (
     "file.py:function or package:function that returns a model or (model, batches); a folder of "

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import torchq
 from torchq.commands.samples import shown
-from torchq.nn.inputs import Inputs
-from torchq.nn.model_state import as_before
+from torchq.models.inputs import Inputs
+from torchq.models.state import as_before
 
 
 def static(model: nn.Module, batches: Sequence[Inputs], config: torchq.QConfig) -> nn.Module:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
-from torchq.nn.inputs import with_progress
+from torchq.models.inputs import with_progress
 
 Item = TypeVar("Item")
 _IMAGES = {".bmp", ".jpeg", ".jpg", ".png", ".webp"}

@@ -4,12 +4,14 @@
 The stages, in order:
 
     api                prepare, calibrate, convert, quantize
+    pipeline           the stages of these
     swap               the leaves: layers that the model's own code calls
     parts              the calls that torch.export captures, by torchq.capture
-    recognize, fuse    from nodes to operations, and to what one op computes
-    plan               which values are int8, and which share a scale
-    prepared           the graph with observers
+    passes             from a captured model to a plan: what each call is, which are one op,
+                       which values are int8
+    prepared           the graph with what the plan and the recipes watch
+    recipes            what they make of the records, once calibrated
     lower              the graph of quantized modules, by torchq.graphs
     dispatch           which calls take a graph; checks: the same within scripts
-    rows, report       what became of each module
+    report             what became of each module
 """

@@ -3,51 +3,20 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
-import torch
-from torch import nn
-
-from torchq.capture.guards import Example
-from torchq.capture.limits import limits
-from torchq.capture.one_call import without_observers
-from torchq.convert.calibrated import check_calibrated, check_has_data
-from torchq.convert.checks import add_checks
-from torchq.convert.coarse import follow_row_rule
-from torchq.convert.converted_leaves import Source, converted_leaf
-from torchq.convert.dispatch import Dispatch, attach, dispatches
-from torchq.convert.fuse import Layer
-from torchq.convert.lower import Lowering
-from torchq.convert.parts import Part, Parts, find_parts
-from torchq.convert.plan import Plan
-from torchq.convert.prepared import Prepared, source_samples
-from torchq.convert.report import merged, report_rows
-from torchq.convert.self_contained import SELF_CONTAINED, converted
-from torchq.convert.sources import CHECKS, name_sources
-from torchq.convert.swap.checks import check_model, check_prepared
-from torchq.convert.swap.flow import calibrate, plain_copy, prepare_settled
-from torchq.convert.swap.observed import ObservedLeaf
-from torchq.convert.swap.pretrained import refuse_save_pretrained
-from torchq.convert.tables import share_rows, with_rows, with_tables
-from torchq.convert.unseen import keep_options, warn_of_data, warn_of_floats
-from torchq.convert.weights import ParameterWritten, first_names, with_names
-from torchq.graphs.code import as_module
-from torchq.nn.conversions import refusing_conversions
-from torchq.nn.inputs import Inputs, Model, batches, check_fit, split_inputs, without_gradients
-from torchq.nn.leaf import take_hooks
-from torchq.nn.packed_weights import PackedWeights
+from torchq.convert.calibrated import check_has_data
+from torchq.convert.pipeline import converted_model, prepared_model
+from torchq.convert.swap.checks import check_prepared
+from torchq.convert.swap.flow import calibrate
+from torchq.convert.unseen import warn_of_data
+from torchq.models.inputs import Inputs, Model, batches, split_inputs
 from torchq.quantization.config import Overrides, QConfig
-from torchq.report.rows import Row, Weight, check_patterns, check_strict
 
-__all__ = ["calibrate", "convert", "converted_model", "prepare", "prepared_model", "quantize"]
-
-_ONE_AT_A_TIME = threading.RLock()
-"""torch.export patches what all threads share while it captures."""
+__all__ = ["calibrate", "convert", "prepare", "quantize"]
 
 
 def prepare(
@@ -90,108 +59,6 @@ def prepare(
     return prepared_model(model, example_inputs, config, overrides, share=False)
 
 
-def prepared_model(
-    model: Model,
-    example_inputs: Inputs,
-    config: QConfig | None,
-    overrides: Overrides | None,
-    share: bool,
-    graphs: bool = True,
-) -> Model:
-    """Prepare; with ``share`` the result has the parameters of the model itself, where it can.
-
-    Without ``graphs`` the model's own code runs in every call.
-    """
-    if config is not None and not isinstance(config, QConfig):
-        raise TypeError(
-            f"torchq.prepare: config must be a QConfig or None, got {type(config).__name__}. "
-            "Write config=torchq.QConfig(activation_bits=7), say."
-        )
-    model = as_module(model)
-    check_model(model)
-    args, kwargs = split_inputs(example_inputs)
-    try:
-        with _ONE_AT_A_TIME, torch.autocast("cpu", enabled=False):
-            shared, config = _stand_ins(model) if share else {}, config or QConfig()
-            try:
-                return _prepared(model, args, kwargs, config, overrides, shared, graphs)
-            except ParameterWritten:
-                return _prepared(model, args, kwargs, config, overrides, {}, graphs)
-    except TypeError:
-        check_fit(model, args, kwargs)
-        raise
-
-
-@torch.inference_mode(False)
-def _stand_ins(model: nn.Module) -> dict[int, nn.Parameter]:
-    """Return parameters with the memory of the model's own, by their ids."""
-    found: dict[int, nn.Parameter] = {}
-    for parameter in model.parameters():
-        if type(parameter) is nn.Parameter and parameter.is_leaf and not parameter.is_inference():
-            other = found[id(parameter)] = nn.Parameter(parameter.data, parameter.requires_grad)
-            vars(other).update(vars(parameter))
-    return found
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def _prepared(
-    model: Model,
-    args: Any,
-    kwargs: Any,
-    config: QConfig,
-    overrides: Overrides | None,
-    shared: Mapping[int, Any],
-    capture: bool,
-) -> Model:
-    float_model = without_observers(plain_copy(model, shared))
-    float_model, tables = with_tables(float_model, config, overrides)
-    # patterns may name functions of a graph, too
-    prepared = prepare_settled(float_model, args, kwargs, config, overrides, bool(shared))
-    parts = find_parts(float_model, args, kwargs) if capture else Parts()
-    graphs: list[tuple[str, list[Row]]] = []
-    rows: list[Row] = []
-    unused: list[Row] = []
-    for part in parts.found:
-        graph = _graph(part, prepared, config, overrides)
-        rows += graph.torchq_report
-        if graph.plan.multiplies:
-            owner = prepared.get_submodule(part.name)
-            example = Example.of(
-                owner, part.exported, limits(part.captured.graph, graph.plan.ops.values())
-            )
-            dispatch = Dispatch(owner, graph, example, part.name, config.strict)
-            dispatch.runs_both = _has_other_leaves(owner, dispatch)
-            attach(dispatch)
-            graphs.append((part.name, graph.torchq_report))
-        else:
-            unused += [row for row in graph.torchq_report if row.is_matmul or row.weights]
-    leaves: list[Row] = prepared.torchq_report  # type: ignore[assignment]
-    weights: list[Weight] = prepared.torchq_weights  # type: ignore[assignment]
-    check_patterns(float_model, [*leaves, *rows], weights, overrides)
-    names = {name for name, _ in float_model.named_modules()}
-    merged_rows = with_names(merged(leaves, graphs, unused, names), first_names(float_model))
-    vars(prepared)["torchq_report"] = with_rows(merged_rows, tables)
-    refuse_save_pretrained(prepared)
-    if config.check_inputs:
-        vars(prepared)[CHECKS] = True
-    if "" in parts.reasons:
-        vars(prepared)["torchq_note"] = f"the whole is not captured: {parts.reasons['']}"
-    return cast(Model, prepared)
-
-
-def _graph(
-    part: Part, prepared: nn.Module, config: QConfig, overrides: Overrides | None
-) -> Prepared:
-    """Return the observed graph of a part."""
-    share_rows(part.captured.model, prepared.get_submodule(part.name))
-    plan = Plan(part.captured, config, overrides)
-    opaque = {name: prepared.get_submodule(f"{plan.prefix}{name}") for name in plan.self_contained}
-    leaves = dict(prepared.named_modules())
-    samples = source_samples(plan, lambda name: getattr(leaves.get(name), "sample", None))
-    return Prepared(plan, opaque, samples, report_rows(plan)).eval()
-
-
 def convert(prepared: Model, strict: bool = False) -> Model:
     """Return the quantized model; the prepared one stays as it is.
 
@@ -224,102 +91,6 @@ def convert(prepared: Model, strict: bool = False) -> Model:
     result = converted_model(prepared, strict)
     warn_of_data("convert", prepared)
     return result
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def converted_model(
-    prepared: Model, strict: bool, every_leaf: bool = False, weights: PackedWeights | None = None
-) -> Model:
-    """Convert; ``every_leaf`` must be calibrated, also those that no call of the data reached.
-
-    ``weights`` are packed for other layers, too, that will be put into the result.
-    """
-    with _ONE_AT_A_TIME, torch.autocast("cpu", enabled=False):
-        return _lowered(prepared, strict, every_leaf, weights or PackedWeights())
-
-
-def _lowered(prepared: Model, strict: bool, every_leaf: bool, weights: PackedWeights) -> Model:
-    check_prepared("convert", prepared)
-    rows: list[Row] = list(prepared.torchq_report)  # type: ignore[arg-type]
-    graphs = dispatches(prepared)
-    for dispatch in graphs:
-        check_calibrated(dispatch)
-    settled, coarse, rows = follow_row_rule(prepared, [d.graph for d in graphs], rows)
-    if strict:
-        check_strict(rows, prepared.torchq_weights)  # type: ignore[arg-type]
-    memo = dict[int, Any]()
-    for name, module in prepared.named_modules():
-        if isinstance(module, SELF_CONTAINED):
-            memo[id(module)] = take_hooks(converted(module, name), module)
-    sources: dict[str, list[Source]] = {}
-    for dispatch, graph in zip(graphs, settled, strict=True):
-        opaque = {
-            name: memo[id(graph.graph_module.get_submodule(name))] for name in graph.opaque_names
-        }
-        lowering = Lowering(graph, opaque, weights)
-        memo[id(dispatch.graph)] = lowered = lowering.run()
-        add_checks(lowered, dispatch.example)
-        for name, found in _layers([graph]).items():
-            sources.setdefault(name, []).extend(lowering.source(layer) for _, layer in found)
-    for name, module in prepared.named_modules():
-        if isinstance(module, ObservedLeaf):
-            leaf = converted_leaf(
-                module, sources.get(name, []), every_leaf, weights, name in coarse
-            )
-            if leaf is module.module:  # the prepared model keeps its own
-                leaf = copy.deepcopy(leaf, memo)
-            memo[id(module)] = take_hooks(leaf, module)
-    result = copy.deepcopy(prepared, memo)
-    for dispatch in dispatches(result):
-        _take_tensors(dispatch.graph, memo)
-        dispatch.begin(strict)
-    rows = [_with_copies(row, weights) for row in rows]
-    refuse_save_pretrained(result)
-    vars(result).update(torchq_report=rows, torchq_weights=prepared.torchq_weights)
-    keep_options(prepared, result)
-    name_sources(result)
-    warn_of_floats(rows)
-    return refusing_conversions(without_gradients(result.eval()))
-
-
-def _with_copies(row: Row, weights: PackedWeights) -> Row:
-    """Return the row of a layer, which says so where its weight is packed several times."""
-    reasons = (row.reason, weights.copies(row.name) if row.is_matmul and row.quantized else "")
-    return replace(row, reason="; ".join(filter(None, reasons)))
-
-
-def _take_tensors(graph: nn.Module, memo: dict[int, Any]) -> None:
-    """Give a graph the result's own parameters, and rows of embeddings: one copy of each."""
-    for module in graph.modules():
-        for key, parameter in module._parameters.items():
-            module._parameters[key] = copy.deepcopy(parameter, memo)
-        for key, buffer in module._buffers.items():
-            module._buffers[key] = memo.get(id(buffer), buffer)
-
-
-def _layers(graphs: list[Prepared]) -> dict[str, list[tuple[Prepared, Layer]]]:
-    """Return the quantized layers of graphs by the names of the float modules, call by call."""
-    found: dict[str, list[tuple[Prepared, Layer]]] = {}
-    for graph in graphs:
-        for layer in graph.plan.layer_at.values():
-            if layer.op.owner is not None:
-                name = f"{graph.plan.prefix}{layer.op.base}"
-                found.setdefault(name, []).append((graph, layer))
-    return found
-
-
-def _has_other_leaves(owner: nn.Module, dispatch: Dispatch) -> bool:
-    """Return whether a module has observed leaves that its graph does not call."""
-    graph: Any = dispatch.graph
-    prefix = f"{dispatch.name}." if dispatch.name else ""
-    known = _layers([graph]).keys() | {f"{prefix}{name}" for name in graph.opaque_names}
-    return any(
-        f"{prefix}{name}" not in known
-        for name, leaf in owner.named_modules()
-        if (isinstance(leaf, ObservedLeaf) and leaf.observer is not None)
-        or isinstance(leaf, SELF_CONTAINED)
-    )
 
 
 def quantize(

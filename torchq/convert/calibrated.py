@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses to convert what calibration did not reach, or what was never calibrated."""
+"""The observed graphs of a prepared model; refuses to convert those that saw no data."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ from torch import nn
 from torchq.convert.dispatch import Dispatch, dispatches
 from torchq.convert.prepared import Prepared
 from torchq.convert.swap.observed import ObservedLeaf
-from torchq.nn.observers import observers
+from torchq.models.observed import observers
 from torchq.report.rows import joined
+
+
+def observed_graphs(prepared: nn.Module) -> dict[Dispatch, Prepared]:
+    """Return what lets calls take a graph, and the observed graph, of each module that has one."""
+    found = {each: each.graph for each in dispatches(prepared)}
+    return {each: graph for each, graph in found.items() if isinstance(graph, Prepared)}
 
 
 def check_has_data(prepared: nn.Module, op: str = "convert") -> None:
@@ -17,11 +23,12 @@ def check_has_data(prepared: nn.Module, op: str = "convert") -> None:
 
     ``quantize`` without data raises TypeError.
     """
-    graphs = dispatches(prepared)
+    graphs = observed_graphs(prepared)
     leaves = [leaf for leaf in prepared.modules() if isinstance(leaf, ObservedLeaf)]
-    samples = [sample for each in graphs for sample in each.graph.samples]  # type: ignore[union-attr]
+    samples = [sample for graph in graphs.values() for sample in graph.samples]
     samples += [leaf.sample for leaf in leaves if leaf.sample is not None]
-    owners = [each.graph for each in graphs] or [prepared]  # a leaf may do without what it has seen
+    # a leaf may do without what it has seen
+    owners: list[nn.Module] = [*graphs.values()] or [prepared]
     found = [*(one for owner in owners for one in observers(owner).values()), *samples]
     called = any(each.graph_calls or each.own_calls for each in graphs)
     if found and not called and not any(one.calibrated for one in found):
@@ -36,10 +43,9 @@ def check_has_data(prepared: nn.Module, op: str = "convert") -> None:
         )
 
 
-def check_calibrated(dispatch: Dispatch) -> None:
+def check_calibrated(dispatch: Dispatch, graph: Prepared) -> None:
     """Raise RuntimeError where every call of calibration ran the module's own code."""
-    assert isinstance(dispatch.graph, Prepared)
-    observers = [*dispatch.graph.observers, *dispatch.graph.samples]
+    observers = [*graph.observers, *graph.samples]
     seen = dispatch.graph_calls or any(observer.calibrated for observer in observers)
     if observers and not seen:
         where = f"'{dispatch.name}'" if dispatch.name else "the model"

@@ -26,11 +26,11 @@ from torch.utils.hooks import RemovableHandle
 from torchq.attributes.arguments import as_float32
 from torchq.capture.guards import Example
 from torchq.convert.swap.weights import call_collects, is_capturing_hook, without_capturing_hooks
-from torchq.nn.attached import WATCHING, Attachment, attachment_of
+from torchq.graphs.loading import load_each
+from torchq.models.attached import WATCHING, Attachment, attachment_of
+from torchq.models.trees import opened
 from torchq.nn.leaf import QuantizedLeaf
-from torchq.nn.loading import load_each
 from torchq.nn.packed_proof import with_proof
-from torchq.nn.trees import opened
 from torchq.runtime.library import refuse_onnx_export
 
 _KEY = "torchq_graph."

@@ -12,20 +12,18 @@ from torch import Tensor, fx, nn
 
 from torchq.capture.graph import is_reserved
 from torchq.capture.ops import Op, Role, Split, is_resampling, reads_strides
-from torchq.convert.concatenations import shared_qparams
 from torchq.convert.converted_leaves import Source
-from torchq.convert.fuse import Layer
-from torchq.convert.outliers import Outliers
-from torchq.convert.prepared import Prepared
 from torchq.convert.quantized_layers import lookup, quantized
+from torchq.convert.settled import Settled
 from torchq.graphs.module import QuantizedGraph
+from torchq.models.state import twin
 from torchq.nn.attention import DynamicQAttention
 from torchq.nn.float_modules import Attention, Cat
 from torchq.nn.from_float import naming, pool_from_float
-from torchq.nn.model_state import twin
 from torchq.nn.packed_weights import PackedWeights
 from torchq.nn.pad import QPad
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
+from torchq.planning.layers import Layer
 from torchq.quantization.qparams import QParams
 
 
@@ -38,27 +36,22 @@ class Lowering:
     """
 
     def __init__(
-        self, prepared: Prepared, opaque: dict[str, nn.Module], weights: PackedWeights
+        self, settled: Settled, opaque: dict[str, nn.Module], weights: PackedWeights
     ) -> None:
         """Start an empty graph.
 
         Args:
-            prepared: calibrated.
+            settled: the plan and its adjustments.
             opaque: submodules that were converted by themselves.
             weights: of the conversion.
         """
-        self.prepared, self.plan, self._weights = prepared, prepared.plan, weights
+        self.settled, self.plan, self._weights = settled, settled.plan, weights
         self.graph = fx.Graph()
         self.modules: dict[str, Any] = {}
         self._opaque, self._names = opaque, dict[str, str]()
         self._attributes: dict[int, str] = {}  # id of a tensor -> name in the converted model
         self._float: dict[fx.Node, fx.Node] = {}
         self._int8: dict[fx.Node, fx.Node] = {}
-        self._between = prepared.between()
-        self._outliers = Outliers(prepared)
-        between = {node: found.src for node, found in self._between.items()}
-        self._qparams = shared_qparams(prepared) | between | self._outliers.qparams
-        self._readers = self.plan.readers()
 
     def run(self) -> QuantizedGraph:
         """Return the converted model."""
@@ -81,10 +74,7 @@ class Lowering:
 
     def qparams(self, node: fx.Node) -> QParams:
         """Parameters of the group of a node."""
-        root = self.plan.root(node)
-        if root not in self._qparams:
-            self._qparams[root] = self.prepared.qparams(node)
-        return self._qparams[root]
+        return self.settled.qparams(node)
 
     # Values
 
@@ -98,7 +88,7 @@ class Lowering:
         op = self.plan.ops.get(node)
         if op is not None and op.role is Role.SHAPE:
             return self._copy(node, self.any_of)
-        joined = self.plan.is_joined(node) and not node.meta["value"].is_sequence
+        joined = node in self.plan.joined and not node.meta["value"].is_sequence
         if op is not None and self._moves_float(op):
             return self.float_of(op.srcs[0]) if op.role is Role.PASS else self._copy(node)
         if node in self._int8 or node in self.plan.fakes or (joined and self.plan.is_int8(node)):
@@ -115,7 +105,7 @@ class Lowering:
         Code that compares these values, with what stands for padding, say, sees them as they are.
         """
         node = op.node
-        while self.plan.is_joined(node) and self.plan.fixed(node) is None:
+        while node in self.plan.joined and self.plan.fixed(node) is None:
             part = self.plan.ops[node]
             if part.role not in (Role.MOVE, Role.PASS):
                 return False
@@ -143,14 +133,14 @@ class Lowering:
         """Return the int8 form of a value whose group is int8."""
         if node not in self._int8:
             op = self.plan.ops.get(node)
-            if op is not None and self.plan.is_joined(node):
+            if op is not None and node in self.plan.joined:
                 self._int8[node] = self._moved(op)
             elif node in self.plan.fakes and op is not None:
                 self._int8[node] = self._rounded(op)
             elif "constant" in node.meta:
                 self._int8[node] = self._constant(node)
             else:
-                src, factors = self.float_of(node), self._outliers.factors.get(node)
+                src, factors = self.float_of(node), self.settled.factors.get(self.plan.root(node))
                 if factors is not None:
                     factor = self.constant(f"{node.name}_factor", 1 / factors)
                     src = self.graph.call_function(torch.mul, (src, factor))
@@ -200,8 +190,8 @@ class Lowering:
         return self.call(f"{op.node.name}_quantize", Quantize(fixed.quantize), value)
 
     def _constant(self, node: fx.Node) -> fx.Node:
-        value, qparams = self.prepared.constant(node), self.qparams(node)
-        return self.constant(f"{node.name}_int8", Quantize(qparams)(value.detach()))
+        value, quantize = node.meta["constant"], Quantize(self.qparams(node))
+        return self.constant(f"{node.name}_int8", quantize(value.detach()))
 
     def constant(self, name: str, value: Tensor) -> fx.Node:
         """Return the node of a tensor that the converted graph holds."""
@@ -268,35 +258,32 @@ class Lowering:
             node = self._int8[layer.dst] = self._int8[host.dst]
             self.modules[str(node.target)].with_lookup(lookup(layer, self.plan, self.qparams))
             return
-        behind = self._between.get(self.plan.root(layer.dst))  # its channels have their own scales
+        dst = self.settled.results.get(layer.dst)  # its channels have their own scales
 
         def qparams(node: fx.Node) -> QParams:
-            return behind.dst if behind and node is layer.dst else self.qparams(node)
+            return dst if dst is not None and node is layer.dst else self.qparams(node)
 
         with naming(f"{self.plan.prefix}{layer.op.base}"):
-            factors = self._source_factors(layer)
-            adjusted = replace(layer, src_factors=factors)
+            adjusted = replace(layer, src_factors=self._source_factors(layer))
             module = quantized(adjusted, self.plan, qparams, self._weights)
-        if note := self._outliers.note(layer):
+        if note := self.settled.notes.get(layer.dst):
             module.with_recipe(note)  # type: ignore[operator]
         sources, size = self._sources(layer), {}
         if layer.op.size is not None and layer.role is Role.MATMUL:
             size["output_padding"] = fx.node.map_arg(layer.op.size, self.any_of)
-        dst = self._flat(layer.op, self.call(layer.op.name, module, *sources, **size))
+        made = self._flat(layer.op, self.call(layer.op.name, module, *sources, **size))
         form = self._int8 if self.plan.emits_int8(layer) else self._float
-        form[layer.dst] = dst if form is self._int8 else self._as_in_model(layer.dst, dst)
+        form[layer.dst] = made if form is self._int8 else self._as_in_model(layer.dst, made)
 
     def source(self, layer: Layer) -> Source:
         """Return how a layer reads its first source."""
         src, fixed = layer.srcs[0], self.plan.fixed(layer.srcs[0]) is not None
         factors = self._source_factors(layer)
-        return Source(self.qparams(src), self.prepared.qparams(src), fixed, factors)
+        return Source(self.qparams(src), self.settled.seen.qparams(src), fixed, factors)
 
     def _source_factors(self, layer: Layer) -> Tensor | None:
         """Return what the channels of a layer's source are divided by; None for nothing."""
-        between = self._between.get(self.plan.root(layer.srcs[0]))
-        factors = self._outliers.factors.get(layer.srcs[0])
-        return factors if between is None else between.factors
+        return self.settled.factors.get(self.plan.root(layer.srcs[0]))
 
     def _sources(self, layer: Layer) -> list[Any]:
         """Return what the layer's module is called with."""
@@ -311,19 +298,19 @@ class Lowering:
 
     def _with_large_channels(self, layer: Layer, residual: fx.Node) -> fx.Node:
         """Return the residual, and the products of the large hidden channels, if there are any."""
-        hidden = self._outliers.apart(layer)
-        if hidden is None:
+        apart = self.settled.apart.get(layer.dst)
+        if apart is None:
             return residual
 
         def qparams(node: fx.Node) -> QParams:
-            return self._outliers.beside.get(node) or self.qparams(node)
+            return apart.qparams.get(node) or self.qparams(node)
 
-        inner: Any = quantized(hidden.first, self.plan, qparams, self._weights)
-        inner.with_lookup(lookup(hidden.function, self.plan, qparams))
-        src = self.int8_of(hidden.first.srcs[0])
-        large = self.call(f"{hidden.first.op.name}_large", inner, src)
+        inner: Any = quantized(apart.first, self.plan, qparams, self._weights)
+        inner.with_lookup(lookup(apart.function, self.plan, qparams))
+        src = self.int8_of(apart.first.srcs[0])
+        large = self.call(f"{apart.first.op.name}_large", inner, src)
         weights = self._weights
-        outer = quantized(hidden.second, self.plan, qparams, weights, emits_float=True)
+        outer = quantized(apart.second, self.plan, qparams, weights, emits_float=True)
         return self.call(f"{layer.op.name}_large", outer, large, residual)
 
     def _dynamic(self, op: Op) -> fx.Node:
@@ -335,7 +322,7 @@ class Lowering:
             return self._as_in_model(op.node, dst, op.srcs[0].meta["value"].dtype)
         config = self.plan.config(op.base)
         assert isinstance(op.module, nn.Linear) and config is not None
-        name, sample = f"{self.plan.prefix}{op.base}", self.prepared.sample(op.base)
+        name, sample = f"{self.plan.prefix}{op.base}", self.settled.samples.get(op.base)
         with naming(name):
             linear = self._weights.dynamic(name, op.module, config, op.weight_scale, sample)
         if op.post_ops:
@@ -390,9 +377,9 @@ class Lowering:
 
     def _src(self, node: fx.Node) -> fx.Node:
         """Return a source: int8, or a float32 value of which this layer is the only reader."""
-        alone = self._readers[self.plan.root(node)] == 1
-        made = self.plan.is_joined(node) or node in self.plan.fakes or "constant" in node.meta
-        made |= node in self._int8 or self._outliers.is_shared(node)
+        alone = self.plan.readers[self.plan.root(node)] == 1
+        made = node in self.plan.joined or node in self.plan.fakes or "constant" in node.meta
+        made |= node in self._int8 or node in self.settled.shared
         if made or not alone:
             return self.int8_of(node)
         return self.float_of(node)

@@ -24,15 +24,15 @@ from torchq.capture.patterns import row_of
 from torchq.capture.terms import Size
 from torchq.convert.swap.calls import results_of
 from torchq.convert.swap.leaves import equivalent_layer
-from torchq.nn.inputs import are_close
+from torchq.models.inputs import are_close
+from torchq.models.state import twin
+from torchq.models.trees import copied
 from torchq.nn.leaf import without_hooks
-from torchq.nn.model_state import twin
-from torchq.nn.trees import copied
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Part:
     """A module with its graph.
 
@@ -161,7 +161,7 @@ def check(module: nn.Module, exported: Exported, captured: Captured) -> None:
         CaptureError: they differ on the example.
     """
     graph = fx.GraphModule(captured.model, captured.graph)
-    if not _agree(module, graph, exported, exported.tensors):
+    if not _agree(module, graph, exported, exported.tensors, exported.results):
         raise CaptureError("its graph computes something else than its code")
     ones = list(_ones(exported))
     calls = sorted((x for _, x in ones), key=lambda x: sum(t.numel() for t in x))
@@ -200,14 +200,22 @@ def _cut(tensor: Tensor, shape: tuple[int | None, ...], length: int) -> Tensor:
 
 
 def _agree(
-    module: nn.Module, graph: nn.Module, exported: Exported, tensors: list[Tensor]
+    module: nn.Module,
+    graph: nn.Module,
+    exported: Exported,
+    tensors: list[Tensor],
+    expected: list[Tensor] | None = None,
 ) -> bool | None:
-    """Return whether graph and module give the same; None where the module itself fails."""
-    args, kwargs = exported.call(tensors)
-    try:
-        expected = results_of(twin(module), args, kwargs)
-    except Exception:  # of the module's own code, which a call would raise as well
-        return None
+    """Return whether graph and module give the same; None where the module itself fails.
+
+    ``expected``: what the module gave, where that is known.
+    """
+    if expected is None:
+        args, kwargs = exported.call(tensors)
+        try:
+            expected = results_of(twin(module), args, kwargs)
+        except Exception:  # of the module's own code, which a call would raise as well
+            return None
     try:
         return are_close(expected, results_of(graph, tensors, {}))
     except Exception:

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from torchq.attributes.post_ops import PostOps, foldable, post_ops_of
 from torchq.capture.ops import Role, append_clip
-from torchq.convert.fuse import Layer
 from torchq.nn.attention import QAttention
 from torchq.nn.batch_norm import channels, combined, fold_affines, with_bias
 from torchq.nn.binary import QAdd, QCat, QMul
@@ -23,10 +22,9 @@ from torchq.nn.module import QModule
 from torchq.nn.packed_weights import PackedWeights
 from torchq.nn.quantize import QLookup
 from torchq.nn.weight import QuantizedWeight
+from torchq.planning.layers import Layer
+from torchq.planning.plan import Plan
 from torchq.quantization.qparams import QParams
-
-if TYPE_CHECKING:
-    from torchq.convert.plan import Plan
 
 QParamsOf = Callable[[fx.Node], QParams]
 

@@ -10,10 +10,12 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from torchq.nn.attached import graphs_of
-from torchq.nn.observers import observers, weights_digest
+from torchq.convert.watching import watched_ranges
+from torchq.models.attached import graphs_of
+from torchq.models.observed import observers, weights_digest
+from torchq.planning.plan import Plan
 from torchq.quantization.config import QConfig
-from torchq.quantization.observers.recorded import kind, recorded, replace, replaced
+from torchq.quantization.observers.recorded import kind, recorded, replaced, restore
 
 T = TypeVar("T")
 
@@ -69,7 +71,7 @@ def calibrate_ranks(
         )
     of_observer = zip(*(found for _, found in shares), strict=True)
     for observer, (first, *others) in zip(observers(prepared).values(), of_observer, strict=True):
-        replace(observer, first)
+        restore(observer, first)
         for other in others:
             observer.merge(replaced(observer, other))
 
@@ -107,7 +109,8 @@ def _start(prepared: nn.Module, check: Callable[[], None]) -> tuple[str, list[st
     configs += [
         f"{prefix} {node} {config}"
         for prefix, graph in graphs_of(prepared)
-        for node, (_, config) in vars(graph)["_groups"].items()
+        if isinstance(plan := getattr(graph, "plan", None), Plan)
+        for node, (_, config) in watched_ranges(plan).items()
     ]
     kinds = [f"{name} {kind(observer)}" for name, observer in found.items()]
     return weights_digest(prepared), [*configs, *kinds, *map(str, prepared.torchq_report)]  # type: ignore[arg-type]

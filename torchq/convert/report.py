@@ -3,24 +3,30 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+
+from torch import nn
 
 from torchq.capture.graph import parameters_of
 from torchq.capture.module_kinds import MATMUL, RECURRENT
 from torchq.capture.ops import Op, Role
 from torchq.capture.patterns import GETITEM, row_of
-from torchq.convert.fuse import Layer
-from torchq.convert.plan import Plan
-from torchq.report.rows import READ, Row
+from torchq.convert.settled import Settled
+from torchq.convert.swap.observed import ObservedLeaf
+from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
+from torchq.planning.layers import Layer
+from torchq.planning.plan import Plan
+from torchq.report.rows import DYNAMIC, READ, Row
 
 ONCE = "nothing that it reads depends on the inputs: it is computed once"
 
 
 def report_rows(plan: Plan) -> list[Row]:
     """Return rows in the order of calls; what depends on sizes and positions alone has none."""
-    layer_of = {part: layer for layer in plan.layers for part in layer.parts}
+    layer_of = {part.node: layer for layer in plan.layers for part in layer.parts}
     rows: dict[str, list[Row]] = defaultdict(list)
     firsts: dict[tuple[str, str, str], str] = {}
     for op in plan.ops.values():
@@ -29,12 +35,12 @@ def report_rows(plan: Plan) -> list[Row]:
         if op.owner is None and op.role is Role.PASS:
             continue
         unpacks = op.owner is None and op.srcs and op.srcs[0].meta["value"].is_sequence
-        if unpacks and not plan.is_joined(op.node):  # the results of a module
+        if unpacks and op.node not in plan.joined:  # the results of a module
             continue
         if row_of(op.node) is GETITEM and op.srcs and op.srcs[0].op == "call_module":
             continue
         name = op.base if op.owner is not None else op.name
-        row = _row(plan, op, layer_of.get(op), name)
+        row = _row(plan, op, layer_of.get(op.node), name)
         if op.owner is None and op.node.meta["line"]:
             line = op.kind, op.node.meta["scope"], op.node.meta["line"]
             row = replace(row, first=f"{plan.prefix}{firsts.setdefault(line, name)}")
@@ -76,6 +82,61 @@ def merged(
     return list(found.values())
 
 
+_FIRST = re.compile(r"_l0(_reverse)?$")  # weights of a network's first layer
+
+
+def with_coarse(
+    rows: Sequence[Row], prepared: nn.Module, graphs: Iterable[Settled]
+) -> tuple[list[Row], set[str]]:
+    """Return the rows of a calibrated model, and the names of its leaves that are not static.
+
+    Linear and recurrent layers that one scale does not suit become dynamic; convolutions stay
+    float, and so does the first of several layers of an LSTM.
+    """
+    leaves, in_graphs = set[str](), set[str]()
+    for settled in graphs:
+        before, after = settled.seen.watched, settled.plan
+        rows = _updated(rows, before, after)
+        in_graphs |= {f"{before.prefix}{layer.op.base}" for layer in before.active}
+        leaves |= {f"{after.prefix}{after.ops[node].base}" for node in after.coarse or ()}
+    for name, leaf in prepared.named_modules():
+        known = isinstance(leaf, ObservedLeaf | ObservedRNN | ObservedRNNCell)
+        if known and name not in in_graphs and (why := leaf.why_coarse()):
+            leaves.add(name)
+            several = (_coarse(row, leaf, why) if row.name == name else [row] for row in rows)
+            rows = [row for some in several for row in some]
+    return list(rows), leaves
+
+
+def _coarse(row: Row, leaf: ObservedLeaf | ObservedRNN | ObservedRNNCell, why: str) -> list[Row]:
+    """Return the rows of a module that one scale does not suit."""
+    if not isinstance(leaf.module, (nn.Linear, *RECURRENT)):
+        return [replace(row, quantized=False, reason=why)]
+    first = [w for w in row.weights if getattr(leaf, "has_float_first", False) and _FIRST.search(w)]
+    rest = tuple(w for w in row.weights if w not in first)
+    dynamic = replace(row, quantized=True, reason=f"{DYNAMIC}{why}", weights=rest)
+    if not first:
+        return [dynamic]
+    name = f"{row.name}, first layer"
+    return [replace(row, name=name, quantized=False, reason=why, weights=tuple(first)), dynamic]
+
+
+def _updated(rows: Sequence[Row], before: Plan, after: Plan) -> Sequence[Row]:
+    """Return a report with what another plan of the same graph says."""
+    if not after.coarse:
+        return rows
+    old, new = ({row.name: row for row in report_rows(plan)} for plan in (before, after))
+    found = []
+    for row in rows:
+        now = new.get(row.name)
+        if now is not None and now != old.get(row.name):
+            own = now.quantized or now.is_matmul  # others only follow such a layer
+            reason = now.reason if own else "its sources are float"
+            row = replace(row, quantized=now.quantized, reason=reason, site=now.site)
+        found.append(row)
+    return found
+
+
 def _together(rows: list[Row]) -> Row:
     """Return one row for all calls of a module."""
     rows = [replace(row, calls=len(rows)) for row in rows]
@@ -95,16 +156,16 @@ def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
     quantized, reason, site = False, op.reason, op.name
     if isinstance(op.owner, RECURRENT):
         quantized, site = op.base in plan.self_contained, op.base
-    elif (whole := plan.dynamic_wholes.get(op)) is not None:
+    elif (whole := plan.dynamic_wholes.get(op.node)) is not None:
         quantized, reason, site = True, f"fused into {plan.prefix}{whole.name}", whole.name
     elif layer is not None:
-        reason = plan.reasons[layer]
+        reason = layer.reason
         quantized = not reason
         if quantized:
             reason = layer.op.note
         quantized |= op.node in plan.dynamic_at
         host = plan.table_hosts.get(layer, layer)
-        if quantized and op is not host.op:
+        if quantized and op.node is not host.op.node:
             reason, site = f"fused into {plan.prefix}{host.op.name}", host.op.name
     elif op.role in (Role.MOVE, Role.PASS, Role.POOL, Role.PAD):
         quantized = plan.is_int8(op.node)

@@ -9,8 +9,8 @@ from torch import fx, nn
 
 from torchq.convert.dispatch import Dispatch, dispatches
 from torchq.graphs.module import QuantizedGraph
+from torchq.models.inputs import Model
 from torchq.nn.clip_counter import SHARE, Told
-from torchq.nn.inputs import Model
 from torchq.nn.module import QModule
 from torchq.nn.quantize import QLookup, Quantize
 

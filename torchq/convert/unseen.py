@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from torch import nn
+from torch import fx, nn
 
 from torchq.convert.dispatch import dispatches
 from torchq.convert.prepared import Prepared
 from torchq.convert.sources import CHECKS, CLIPS, input_names, source_name
 from torchq.convert.swap.observed import ObservedLeaf
+from torchq.convert.watching import watched_ranges
 from torchq.nn.clip_counter import SHARE, warn
 from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
 from torchq.quantization.observers import Observer, PercentileObserver
@@ -51,10 +52,10 @@ def _inputs(prepared: nn.Module) -> Iterator[tuple[str, Observer]]:
     for dispatch in dispatches(prepared):
         graph = dispatch.graph
         assert isinstance(graph, Prepared)
-        bases = [layer.op.base for layer in graph.plan.layer_at.values()]
+        bases = [layer.op.base for layer in graph.plan.active]
         inside.update(f"{graph.plan.prefix}{name}" for name in (*bases, *graph.opaque_names))
         names = input_names(graph.plan.captured.graph, dispatch)
-        for node, observer in graph.first_observers():
+        for node, observer in _first_observers(graph):
             yield names.get(node.name) or source_name(observer.name), observer
     for name, module in prepared.named_modules():
         if name in inside:
@@ -63,6 +64,27 @@ def _inputs(prepared: nn.Module) -> Iterator[tuple[str, Observer]]:
             yield source_name(name), module.observer
         elif isinstance(module, ObservedRNN | ObservedRNNCell) and module.src_observer is not None:
             yield source_name(name), module.src_observer
+
+
+def _first_observers(graph: Prepared) -> Iterator[tuple[fx.Node, Observer]]:
+    """Yield observers of values with no quantized layer before them, and nodes of these values."""
+    plan, later = graph.plan, set[fx.Node]()
+    roots = {node: root for root, nodes in plan.groups.items() for node in nodes}
+    ranges = watched_ranges(plan)
+    for node in plan.captured.graph.nodes:
+        follows = not later.isdisjoint(node.all_input_nodes)
+        alone = node.op == "call_module" and node.target in graph.opaque_names
+        made = alone or node in plan.layer_at
+        if node.meta["varying"] and not follows and (alone or (node in roots and not made)):
+            observer = (
+                getattr(graph.graph_module.get_submodule(str(node.target)), "src_observer", None)
+                if alone
+                else graph.recorder(ranges[roots[node]][0])
+            )
+            if isinstance(observer, Observer):
+                yield node.all_input_nodes[0] if alone else node, observer
+        if follows or made:
+            later.add(node)
 
 
 def keep_options(prepared: nn.Module, result: nn.Module) -> None:

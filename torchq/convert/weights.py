@@ -2,28 +2,24 @@
 """Parameters that a model multiplies its data by, whatever code does so, and what of them is int8.
 
 Layers are known by their class, and products by the table of ATen calls. Code that is neither, as
-experts of a mixture with weights of their own, is counted here all the same: one run of the float
-model tells which parameters its products read.
+experts of a mixture with weights of their own, is counted here all the same: the run of the float
+model that :mod:`torchq.convert.swap.calls` records tells which parameters its products read.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchq.nn.float_weight import written
-from torchq.nn.model_state import twin
-from torchq.nn.trees import copied
-from torchq.report.rows import Row, Weight
+from torchq.report.rows import Row
 
 _OPERANDS = {
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "linear", "_grouped_mm"), (0, 1)),
@@ -42,36 +38,8 @@ class ParameterWritten(RuntimeError):
     """A model writes to its parameters when it is called; raised before the first write."""
 
 
-def weights_of(
-    model: nn.Module, args: Any, kwargs: Any, requested: Callable[[str], bool], shared: bool
-) -> list[Weight]:
-    """Return the parameters that products read in one run, with multiplications on this example.
-
-    The list is empty where the model does not run so; its own error comes from another run.
-
-    Args:
-        model: as plain as it is prepared.
-        args: of a call.
-        kwargs: of the same call.
-        requested: tells names that an override keeps float.
-        shared: whether the memory of the parameters is that of the user's model.
-
-    Raises:
-        ParameterWritten: the model would write to shared parameters.
-    """
-    run, sizes = twin(model), {name: p.numel() for name, p in model.named_parameters()}
-    args, kwargs = copied(args, kwargs)
-    products, macs = _Products(run, (args, kwargs), shared), Counter[str]()
-    with torch.no_grad(), contextlib.suppress(Exception), products:
-        run(*args, **kwargs)
-        macs = products.macs
-    if products.wrote:
-        raise ParameterWritten
-    return [Weight(name, sizes[name], count, requested(name)) for name, count in macs.items()]
-
-
 def with_names(rows: Iterable[Row], first: Callable[[str], str]) -> list[Row]:
-    """Return rows whose weights have the names of :func:`weights_of`."""
+    """Return rows whose weights have the first of their names."""
     return [replace(row, weights=tuple(dict.fromkeys(map(first, row.weights)))) for row in rows]
 
 
@@ -92,11 +60,15 @@ def first_names(model: nn.Module) -> Callable[[str], str]:
     return first
 
 
-class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts multiplications of values that depend on the inputs by those of parameters.
 
     Tensors are known by their memory. What several parameters give without a product is counted
     for each of them: the two of a weight norm, say.
+
+    Attributes:
+        macs: parameter -> multiplications by it.
+        wrote: whether the model was about to write to its parameters.
     """
 
     def __init__(self, model: nn.Module, inputs: Any, keep: bool) -> None:
@@ -115,6 +87,7 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Run a call and count."""
         kwargs = kwargs or {}
         outs = list(written(func, args, kwargs)) if self._kept else []
         if any(_memory(x) in self._kept for x in _tensors(outs)):

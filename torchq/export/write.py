@@ -20,9 +20,9 @@ from torchq.export.modules import MODULES, dst_params
 from torchq.export.onnx_graph import OnnxGraph, UnsupportedError, Value
 from torchq.graphs.data import name_of
 from torchq.graphs.module import CHECK, QuantizedGraph
+from torchq.models.inputs import Inputs, split_inputs
 from torchq.nn.attention import DynamicQAttention
 from torchq.nn.dynamic_int4 import DynamicQLinearInt4
-from torchq.nn.inputs import Inputs, split_inputs
 from torchq.quantization.qparams import QParams
 from torchq.serialization.files import write_file
 

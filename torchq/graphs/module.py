@@ -19,8 +19,8 @@ from torch.fx.graph_module import _loader
 from typing_extensions import Self
 
 from torchq.graphs.data import graph_of, plain_nodes, with_overloads
-from torchq.nn.conversions import check_conversions
-from torchq.nn.inputs import without_gradients
+from torchq.models.conversions import check_conversions
+from torchq.models.inputs import without_gradients
 from torchq.nn.module import QModule
 from torchq.nn.packed_proof import with_proof
 from torchq.runtime.library import new_site

@@ -33,9 +33,9 @@ from torchq.integrations.checkpoint import (
     refusing,
     stored_state,
 )
-from torchq.nn.conversions import refusing_conversions
+from torchq.models.conversions import refusing_conversions
+from torchq.models.inputs import without_gradients
 from torchq.nn.embedding import QEmbedding
-from torchq.nn.inputs import without_gradients
 from torchq.nn.leaf import Leaf, QuantizedLeaf, take_hooks, without_hooks
 from torchq.quantization.config import QConfig
 from torchq.quantization.ranges import check_choice

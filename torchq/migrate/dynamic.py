@@ -27,10 +27,10 @@ from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.swap.weights import leave_fast_paths, split_attention
 from torchq.convert.tables import TABLES, TableMaker
 from torchq.migrate.spec import QINT8, Spec
+from torchq.models.conversions import refusing_conversions
+from torchq.models.inputs import Model, without_gradients
 from torchq.nn.batch_norm import reduction
-from torchq.nn.conversions import refusing_conversions
 from torchq.nn.float_modules import is_experts
-from torchq.nn.inputs import Model, without_gradients
 from torchq.nn.leaf import take_hooks, without_hooks
 from torchq.qat.known_scales import put
 from torchq.quantization.config import QConfig

@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 
 from torchq.graphs.code import as_module
 from torchq.migrate.leaves import dynamic_leaf, float_layer, report
-from torchq.nn.conversions import refusing_conversions
+from torchq.models.conversions import refusing_conversions
+from torchq.models.inputs import Inputs, without_gradients, working_copy
 from torchq.nn.fake_quantize import FakeQuantize
-from torchq.nn.inputs import Inputs, without_gradients, working_copy
 from torchq.qat.known_scales import put, rounding, with_known_scales
 
 

@@ -22,11 +22,11 @@ from torchq.migrate.ao_modules import (
 )
 from torchq.migrate.leaves import LAYERS as FLOATS
 from torchq.migrate.leaves import report, static_leaf
-from torchq.nn.conversions import refusing_conversions
-from torchq.nn.inputs import Inputs, Model, split_inputs, without_gradients, working_copy
+from torchq.models.conversions import refusing_conversions
+from torchq.models.inputs import Inputs, Model, split_inputs, without_gradients, working_copy
+from torchq.models.trees import copied
 from torchq.nn.leaf import QuantizedLeaf
 from torchq.nn.packed_weights import PackedWeights
-from torchq.nn.trees import copied
 from torchq.qat.known_scales import put, rounding, with_known_scales
 from torchq.quantization.qparams import QParams
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from torchq.attributes.arguments import FLOATS
 from torchq.migrate.leaves import dynamic_leaf, float_layer, int4_leaf, report, static_leaf
-from torchq.nn.conversions import refusing_conversions
-from torchq.nn.inputs import Model, without_gradients, working_copy
+from torchq.models.conversions import refusing_conversions
+from torchq.models.inputs import Model, without_gradients, working_copy
 from torchq.nn.leaf import QuantizedLeaf, take_hooks
 from torchq.quantization.int4 import GROUP_SIZES
 from torchq.quantization.qparams import QParams

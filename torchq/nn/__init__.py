@@ -33,7 +33,7 @@ from torchq.nn.rnn import QGRU, QLSTM, QRNN
 from torchq.nn.rnn_cell import QGRUCell, QLSTMCell, QRNNCell
 from torchq.nn.rnn_layer import QRecurrentLayer
 from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
-from torchq.nn.rnn_weight import RecurrentWeight
+from torchq.nn.rnn_packing import RecurrentWeight
 
 __all__ = [
     "QGRU",

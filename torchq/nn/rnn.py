@@ -16,7 +16,7 @@ from torchq.nn.rnn_attr import read_attr
 from torchq.nn.rnn_float import cell_of, check_bound, data_params, layer_from_float
 from torchq.nn.rnn_layer import GATES, UNIT_STATE, QRecurrentLayer
 from torchq.nn.rnn_onednn import layers_from_onednn, read_weights
-from torchq.nn.rnn_weights import FloatParameters
+from torchq.nn.rnn_parameters import FloatParameters
 from torchq.quantization.qparams import QParams
 from torchq.quantization.ranges import check_choice
 

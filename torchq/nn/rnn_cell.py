@@ -13,7 +13,7 @@ from torchq.nn.module import QModule, as_source
 from torchq.nn.rnn_attr import read_attr
 from torchq.nn.rnn_float import cell_of, check_bound, data_params, layer_from_float
 from torchq.nn.rnn_layer import GATES, QRecurrentLayer
-from torchq.nn.rnn_weights import FloatParameters
+from torchq.nn.rnn_parameters import FloatParameters
 from torchq.quantization.qparams import QParams
 
 

@@ -13,7 +13,7 @@ from torchq.attributes.arguments import as_float32
 from torchq.attributes.options import Cell, Granularity
 from torchq.nn.rnn_attr import RnnParams
 from torchq.nn.rnn_layer import GATES, UNIT_STATE, QRecurrentLayer
-from torchq.nn.rnn_weight import RecurrentWeight
+from torchq.nn.rnn_packing import RecurrentWeight
 from torchq.quantization.qparams import QParams
 
 NOTHING = RnnParams()

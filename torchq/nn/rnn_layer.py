@@ -12,7 +12,7 @@ from torchq.functional.packing import PackedWeight, pack_linear
 from torchq.functional.placeholders import are_limited, count_modules, placeholder
 from torchq.nn.module import QModule, dtype_from_name, dtype_name, placeholder_qparams
 from torchq.nn.rnn_attr import attr_of
-from torchq.nn.rnn_weight import RecurrentWeight, grouped, ungrouped
+from torchq.nn.rnn_packing import RecurrentWeight, grouped, ungrouped
 from torchq.quantization.qparams import QParams
 from torchq.quantization.ranges import check_choice
 from torchq.runtime.library import dtype_code

@@ -13,7 +13,7 @@ from torchq.attributes.attr import Attr
 from torchq.attributes.options import Cell
 from torchq.nn.rnn_attr import gate_order, read_attr
 from torchq.nn.rnn_layer import GATES, UNIT_STATE, QRecurrentLayer
-from torchq.nn.rnn_weight import RecurrentWeight
+from torchq.nn.rnn_packing import RecurrentWeight
 
 
 class OneDnnWeights(NamedTuple):

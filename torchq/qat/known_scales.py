@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from torchq.convert.api import converted_model, prepare
 from torchq.convert.dispatch import dispatches
+from torchq.convert.pipeline import converted_model, prepared_model
+from torchq.models.inputs import Inputs
 from torchq.nn.fake_quantize import FakeQuantize
-from torchq.nn.inputs import Inputs
 from torchq.nn.packed_weights import PackedWeights
 from torchq.quantization.config import Overrides, QConfig
 from torchq.report.rows import Row
@@ -42,7 +42,7 @@ def with_known_scales(
     added = set(floats)
     chosen: dict[str, QConfig | None] = {**(overrides or {}), **dict.fromkeys(added)}
     while True:
-        prepared = prepare(model, example_inputs, config, chosen)
+        prepared = prepared_model(model, example_inputs, config, chosen, share=False)
         graphs: list[Any] = [dispatch.graph for dispatch in dispatches(prepared)]
         names = {observer.name for graph in graphs for observer in graph.observers}
         if names <= added:

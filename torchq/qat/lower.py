@@ -18,10 +18,10 @@ from torchq.convert.swap.checks import check_mode
 from torchq.convert.swap.leaves import equivalent_layer
 from torchq.convert.swap.planning import NO_LEAF
 from torchq.convert.swap.weights import plain_layer
+from torchq.models.inputs import Inputs
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.float_modules import is_experts
 from torchq.nn.from_float import matmul_from_float, naming
-from torchq.nn.inputs import Inputs
 from torchq.nn.leaf import QuantizedLeaf, take_hooks, without_padding
 from torchq.nn.packed_weights import PackedWeights
 from torchq.qat.hooks import DST, SRC, without_quantizers

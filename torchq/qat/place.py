@@ -14,14 +14,14 @@ from torch.nn.utils import parametrize
 from torchq.capture.module_kinds import BATCH_NORM, MATMUL
 from torchq.capture.ops import Role
 from torchq.convert.api import prepare
-from torchq.convert.dispatch import dispatches
+from torchq.convert.calibrated import observed_graphs
 from torchq.convert.prepared import Prepared
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.swap.weights import leave_fast_paths, split_attention
+from torchq.models.inputs import Inputs, Model, split_inputs, working_copy
+from torchq.models.state import as_before, same_numbers
+from torchq.models.trees import copied
 from torchq.nn.batch_norm import TRANSPOSED
-from torchq.nn.inputs import Inputs, Model, split_inputs, working_copy
-from torchq.nn.model_state import as_before
-from torchq.nn.trees import copied
 from torchq.qat.hooks import DST, SRC, freeze_after, round_dst, round_src
 from torchq.qat.lower import KEY, Settings
 from torchq.qat.quantizer import ActivationQuantizer, WeightQuantizer
@@ -133,11 +133,11 @@ class _Placing:
         """Decide where."""
         self.model, self.prepared, self.learn, self.freeze = model, prepared, learn, freeze_after
         self.modules = list(model.modules())
-        self.graphs: list[Any] = [dispatch.graph for dispatch in dispatches(prepared)]
+        self.graphs = list(observed_graphs(prepared).values())
         self.leaves = {
             name: leaf.config
             for name, leaf in prepared.named_modules()
-            if isinstance(leaf, ObservedLeaf) and leaf.observer is not None and self._is_layer(name)
+            if isinstance(leaf, ObservedLeaf) and not leaf.by_rows and self._is_layer(name)
         }
         self.sources: dict[str, set[_Group]] = {name: set() for name in self.leaves}
         self.moved: set[str] = set()  # layers that read what is moved, or averaged
@@ -158,16 +158,15 @@ class _Placing:
     def _read(self, number: int, graph: Prepared) -> None:
         """Note which groups of a graph layers read, and leave out layers that it has in float."""
         plan = graph.plan
-        active = set(plan.layer_at.values())
         for layer in plan.layers:
             name = f"{plan.prefix}{layer.op.base}"
-            if layer not in active:
+            if layer.reason:
                 self.leaves.pop(name, None)
                 continue
             known = layer.role is Role.MATMUL and name in self.leaves
             if known:
                 self.sources[name].add((number, plan.root(layer.srcs[0])))
-                if plan.is_joined(layer.srcs[0]):
+                if layer.srcs[0] in plan.joined:
                     self.moved.add(name)
             for node in layer.reads[1:] if known else layer.reads:
                 if plan.is_int8(node):
@@ -221,8 +220,7 @@ class _Placing:
     def _config_of(self, group: _Group) -> QConfig:
         assert not isinstance(group, str)
         plan = self.graphs[group[0]].plan
-        config: QConfig = plan.group_config(plan.groups()[group[1]])[1]
-        return config
+        return plan.group_config(plan.groups[group[1]])[1]
 
     def _quantizer(self, group: _Group, config: QConfig) -> ActivationQuantizer:
         """Return the one quantizer of a value."""
@@ -246,7 +244,7 @@ class _Placing:
         single = [(names[m], m, r[0]) for m, r in results.items() if len(r) == 1 and m in names]
         found: dict[_Group, list[nn.Module]] = {}
         for i, graph in enumerate(self.graphs):
-            groups = graph.plan.groups().items()
+            groups = graph.plan.groups.items()
             for (root, nodes), observer in zip(groups, graph.observers, strict=True):
                 if (i, root) not in self.others:
                     continue
@@ -277,8 +275,7 @@ class _Placing:
         return found
 
     def _run(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        with as_before(model), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with as_before(model), same_numbers():
             args, kwargs = copied(args, kwargs)
             model(*args, **kwargs)
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of reports: how each module and function runs, and what conversion refuses by them."""
+"""Rows of reports: how each module and function runs, what conversion refuses by them, tables."""

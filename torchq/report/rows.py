@@ -14,6 +14,7 @@ from torchq.quantization.config import Overrides, unmatched_patterns
 NOT_CALLED = "not called with example_inputs"
 """The reason of what did not run when the model was prepared."""
 
+DYNAMIC = "dynamic: "
 READ = "its parameters are used outside of it, and it is not called"
 """The reason of a layer whose parameters the model's own code reads."""
 

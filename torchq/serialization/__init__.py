@@ -26,12 +26,12 @@ from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.swap.weights import leave_fast_paths, settled, split_attention
 from torchq.functional.placeholders import limited_placeholders
 from torchq.graphs.code import with_code
+from torchq.graphs.loading import by_owner, load_each
 from torchq.graphs.module import QuantizedGraph
-from torchq.nn.conversions import refusing_conversions
+from torchq.models.conversions import refusing_conversions
+from torchq.models.inputs import Model, working_copy
 from torchq.nn.experts import QExperts
 from torchq.nn.fake_quantize import FakeQuantize
-from torchq.nn.inputs import Model, working_copy
-from torchq.nn.loading import by_owner, load_each
 from torchq.nn.module import QModule, text_bytes
 from torchq.quantization.observers import Observer
 from torchq.serialization.architecture import check_architecture

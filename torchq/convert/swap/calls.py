@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +15,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from torchq.convert.swap.leaves import equivalent_layer
+from torchq.convert.weights import ParameterWritten, Products
+from torchq.models.inputs import float_tensors
+from torchq.models.state import same_numbers, twin
+from torchq.models.trees import copied
 from torchq.nn.batch_norm import TRANSPOSED
 from torchq.nn.float_modules import is_experts
-from torchq.nn.inputs import float_tensors
-from torchq.nn.model_state import twin
-from torchq.nn.trees import copied
 from torchq.quantization.recipes.phases import largest_phase
 
 
@@ -48,12 +49,17 @@ class Recording:
         calls: of leaves.
         read: leaves that are not called, but whose parameters are used.
         phases: leaves behind which functions of angles are -> the largest angle.
+        macs: parameters that products read -> multiplications on this example; empty where the
+            model does not run while they are counted.
+        results: float tensors that the call gave.
     """
 
     leaves: dict[str, nn.Module] = field(default_factory=dict)
     calls: dict[str, list[Call]] = field(default_factory=lambda: defaultdict(list))
     read: set[str] = field(default_factory=set)
     phases: dict[str, float] = field(default_factory=dict)
+    macs: Mapping[str, int] = field(default_factory=dict)
+    results: list[Tensor] = field(default_factory=list)
 
 
 class _Reads(TorchFunctionMode):
@@ -99,26 +105,53 @@ def _origin(tensor: Tensor) -> str:
     return str(getattr(tensor, "_torchq_origin", ""))
 
 
-def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording:
-    """Run a copy of the model without grad.
+def record(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], shared: bool = False
+) -> Recording:
+    """Return what one run of the model tells; it runs a second time if it does not run so.
 
     A module that is registered under several names is recorded under the first.
+
+    Args:
+        model: as plain as it is prepared.
+        args: of a call.
+        kwargs: of the same call.
+        shared: whether the memory of the parameters is that of the user's model.
+
+    Raises:
+        ParameterWritten: the model would write to shared parameters.
     """
-    recording, run = Recording(), twin(model)
+    run, given = twin(model), copied(args, kwargs)
+    products = Products(run, given, shared)
+    try:
+        recording = _recorded(model, run, given, products)
+        recording.macs = products.macs
+    except Exception as error:  # the model's own error comes from the second run
+        if products.wrote:
+            raise ParameterWritten from error
+        recording = _recorded(model, twin(model), copied(args, kwargs), nullcontext())
+    return recording
+
+
+def _recorded(
+    model: nn.Module, run: nn.Module, given: Any, counting: AbstractContextManager[Any]
+) -> Recording:
+    recording = Recording()
     reads = _Reads(recording.phases)
     for name, module in model.named_modules():
         if (layer := equivalent_layer(module)) is not None:
             recording.leaves[name] = layer
         elif is_experts(module):
             recording.leaves[name] = module
-    args, kwargs = copied(args, kwargs)
-    with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
+    args, kwargs = given
+    with torch.inference_mode(False), torch.no_grad(), same_numbers(), ExitStack() as stack:
         for name in recording.leaves:
             hook = _noting(name, recording.calls[name])
             handle = run.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
             stack.callback(handle.remove)
+        stack.enter_context(counting)
         stack.enter_context(reads)
-        run(*args, **kwargs)
+        recording.results = float_tensors(run(*args, **kwargs))
     for name, calls in recording.calls.items():
         own = map(id, run.get_submodule(name).parameters())
         if not calls and not reads.seen.isdisjoint(own):
@@ -142,6 +175,5 @@ def _noting(name: str, calls: list[Call]) -> Callable[..., None]:
 def results_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the float tensors that a call gives; random numbers are the same in each."""
     args, kwargs = copied(args, kwargs)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with torch.no_grad(), same_numbers():
         return float_tensors(model(*args, **kwargs))

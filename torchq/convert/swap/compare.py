@@ -12,17 +12,22 @@ from torch import Tensor, nn
 
 from torchq.convert.swap.calls import results_of
 from torchq.convert.swap.observed import ObservedLeaf
-from torchq.nn.inputs import are_close
-from torchq.nn.model_state import twin
+from torchq.models.inputs import are_close
+from torchq.models.state import twin
 
 
 class Comparison:
-    """The results of a float model on the example inputs, and of others."""
+    """Compares the results of other models with those of a float model on the example inputs."""
 
-    def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Run the model."""
-        self._model, self._inputs = model, (args, kwargs)
-        self._expected = self._result(model)
+    def __init__(
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        expected: list[Tensor],
+    ) -> None:
+        """Take what the model gave."""
+        self._model, self._inputs, self._expected = model, (args, kwargs), expected
 
     def agrees(self, prepared: nn.Module) -> bool:
         """Return False where the code raises, or gives something else.
@@ -34,7 +39,11 @@ class Comparison:
             result = self._result(prepared)
         except Exception:  # the float model raised nothing
             return False
-        return are_close(self._expected, result) or not self._is_steady
+        return self.is_like(result)
+
+    def is_like(self, results: list[Tensor]) -> bool:
+        """Return whether these are the model's results, as far as it agrees with itself."""
+        return are_close(self._expected, results) or not self._is_steady
 
     @functools.cached_property
     def _is_steady(self) -> bool:

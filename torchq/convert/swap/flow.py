@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -23,16 +24,17 @@ from torchq.convert.swap.weights import (
     split_attention,
     without_capturing_hooks,
 )
-from torchq.convert.weights import first_names, weights_of, with_names
+from torchq.convert.weights import first_names, with_names
 from torchq.graphs.code import with_code
-from torchq.nn.inputs import (
+from torchq.models.inputs import (
     Model,
     batches,
     call,
     working_copy,
 )
-from torchq.nn.model_state import as_before
+from torchq.models.state import as_before
 from torchq.quantization.config import Overrides, QConfig, resolve
+from torchq.report.rows import Weight
 
 
 def plain_copy(model: Model, shared: Mapping[int, Any] = MappingProxyType({})) -> Model:
@@ -59,19 +61,22 @@ def prepare_settled(
     Raises:
         ParameterWritten: the parameters are ``shared`` with the user's model, and written to.
     """
-
-    def requested(name: str) -> bool:
-        return resolve(overrides, name, config) is None
-
-    weights = weights_of(model, args, kwargs, requested, shared)
-    first = first_names(model)
-    comparison = Comparison(model, args, kwargs)
+    recording, first = record(model, args, kwargs, shared), first_names(model)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    weights = [
+        Weight(name, sizes[name], count, resolve(overrides, name, config) is None)
+        for name, count in recording.macs.items()
+    ]
+    comparison = Comparison(model, args, kwargs, recording.results)
     names = [name for name, _ in model.named_modules()]
     asked = [n for n in names if resolve(overrides, n, config) is not None]
     split = split_attention(model, asked)
-    if split is not model and comparison.agrees(split):
-        model = split
-    plan = Plan(model, record(model, args, kwargs), config, overrides)
+    if split is not model:
+        with contextlib.suppress(Exception):  # the float model raised nothing
+            of_split = record(split, args, kwargs)
+            if comparison.is_like(of_split.results):
+                model, recording = split, of_split
+    plan = Plan(model, recording, config, overrides)
     prepared = _assembled(model, plan, comparison)
     vars(prepared)["torchq_report"] = with_names(report_rows(model, plan), first)
     vars(prepared)["torchq_weights"] = weights

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.capture.module_kinds import inherits, is_patched
-from torchq.nn.inputs import are_close
+from torchq.models.inputs import are_close
+from torchq.models.state import twin
 from torchq.nn.leaf import constants_of
-from torchq.nn.model_state import twin
 
 _ADDS = (operator.add, torch.add, "add")
 _RESHAPES = ("view", "reshape", "flatten", torch.reshape, torch.flatten)

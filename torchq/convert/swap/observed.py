@@ -38,13 +38,21 @@ class ObservedLeaf(Leaf):
         """Start without data."""
         super().__init__()
         self.module, self.config, self.name, self.contiguous = module, config, name, contiguous
-        by_rows = config.dynamic or (isinstance(module, nn.Linear) and config.by_rows)
-        self.observer = None if by_rows else config.make_observer(name)
-        self.rows = None if by_rows else RowPowers.of(module)
+        self.observer = None if self.by_rows else config.make_observer(name)
+        self.rows = None if self.by_rows else RowPowers.of(module)
         self.sample = None
         if isinstance(module, nn.Linear) and config.samples_rows and module.weight.numel():
             self.sample = SourceSample(module.in_features, name)
         self._fix(constants_of(module))
+
+    @property
+    def by_rows(self) -> bool:
+        """Return whether its configuration quantizes its source row by row."""
+        return self.config.dynamic or (isinstance(self.module, nn.Linear) and self.config.by_rows)
+
+    def be_dynamic(self) -> None:
+        """Record no range: its source is quantized row by row, as in the graphs that call it."""
+        self.observer = self.rows = None
 
     def _weight_shape(self) -> torch.Size:
         return self._weight_values().shape

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from torchq.capture.module_kinds import MATMUL, RECURRENT, is_patched
+from torchq.models.inputs import Model, working_copy
 from torchq.nn.fake_scales import is_fake
-from torchq.nn.inputs import Model, working_copy
 from torchq.nn.multihead import SplitMultiheadAttention
 
 _CAPTURING = "transformers.utils.output_capturing"

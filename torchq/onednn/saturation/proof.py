@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchq.functional.packing import PackedWeight
-from torchq.nn.attached import computing_modules
+from torchq.models.attached import computing_modules
 from torchq.nn.conv import QConv
 from torchq.nn.conv_transpose import QConvTranspose
 from torchq.nn.dynamic import DynamicQLinear

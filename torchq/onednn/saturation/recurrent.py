@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.attributes.arguments import check_type
-from torchq.nn.attached import computing_modules
+from torchq.models.attached import computing_modules
 from torchq.nn.rnn import QGRU, QLSTM
 from torchq.nn.rnn_cell import QGRUCell, QLSTMCell
 from torchq.nn.rnn_layer import QRecurrentLayer

@@ -13,15 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.nn.attached import computing_modules, watching
+from torchq.models.attached import computing_modules, watching
+from torchq.models.inputs import batches, call, decibels, float_tensors
+from torchq.models.state import as_before, twin
 from torchq.nn.conv import QConv
 from torchq.nn.conv_transpose import QConvTranspose
-from torchq.nn.inputs import batches, call, decibels, float_tensors
 from torchq.nn.layer import QLayer, sources_of
 from torchq.nn.linear import QLinear
-from torchq.nn.model_state import as_before, twin
 from torchq.nn.module import QModule
-from torchq.nn.notebook import html_table, text_table
 from torchq.nn.rnn_layer import QRecurrentLayer
 from torchq.onednn.saturation.pairs import (
     Sums,
@@ -33,6 +32,7 @@ from torchq.onednn.saturation.pairs import (
 from torchq.onednn.saturation.proof import EMULATED, Proof, prove_module, whole_proof
 from torchq.onednn.saturation.recurrent import Result, Tally, emulate_recurrent, recurrent_layers
 from torchq.onednn.saturation.results import dequantized, real_result, stored
+from torchq.report.tables import html_table, text_table
 
 PAIRING = (
     "Pairs are consecutive k within a tap, (0, 1), (2, 3), ...; a layout that pairs otherwise "

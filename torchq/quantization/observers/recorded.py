@@ -46,7 +46,7 @@ def recorded(observer: Observer) -> Recorded:
     return Recorded(kind(observer), state, observer._elsewhere)
 
 
-def replace(observer: Observer, given: Recorded) -> Observer:
+def restore(observer: Observer, given: Recorded) -> Observer:
     """Make an observer forget what it has recorded, and take over this; return it."""
     observer.load_state_dict(given.state)
     observer._elsewhere, observer.row_count = given.elsewhere, None
@@ -59,6 +59,6 @@ def replaced(observer: Observer, given: Recorded) -> Observer:
     Raises:
         ValueError: no such observer records this.
     """
-    made = replace(copy.deepcopy(observer), given)
+    made = restore(copy.deepcopy(observer), given)
     made.check_state()
     return made

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from torchq.capture.graph import aten_name
 from torchq.capture.ops import Op, Role, Split, Step, clip_bounds, is_float, is_size
 from torchq.nn.float_modules import Attention, AttentionOptions, MatMul
+from torchq.planning.plan import Plan
 
 _HIDES = -1e4  # whose exponential is 0 in float32, beside that of any score worth mentioning
 _ABSORBS = -1e9  # a bias added to it is lost
@@ -35,7 +36,7 @@ class _Scores:
     Attributes:
         first: the product.
         parts: its operations.
-        steps: what is done; see Made.
+        steps: what is done; see Recognized.
         scale: product of the numbers among them.
         is_weak: whether a value hides scores only where no bias is added to it.
         split: the reshape that gives the product other leading sizes.
@@ -57,19 +58,26 @@ _Take = Callable[[_Scores], bool]
 """Notes a step; returns False where the scores do not allow it."""
 
 
-def fuse_attention(ops: dict[fx.Node, Op]) -> None:
-    """Make the second product of each attention the whole of it, in place."""
-    for op in ops.values():
+def fuse_attention(plan: Plan) -> Plan:
+    """Return the plan, where the second product of each attention is the whole of it."""
+    ops = dict(plan.ops)
+    for op in plan.ops.values():
         if op.role is Role.PRODUCT and isinstance(op.module, MatMul):
-            scores = _scores_behind(ops, op.srcs[0], op.node, is_normalized=False)
+            scores = _scores_before(ops, op.srcs[0], op.node, is_normalized=False)
             if scores is not None and _fits_heads(scores):
-                options = AttentionOptions(scale=scores.scale, transposed_key=True)
-                op.module, op.srcs = Attention(options), [*scores.first.srcs, op.srcs[1]]
-                op.steps, op.absorbed = scores.steps, scores.parts[::-1]
-                op.split, op.joined = map(_leading, (scores.split, scores.joined))
+                ops[op.node] = replace(
+                    op,
+                    module=Attention(AttentionOptions(scale=scores.scale, transposed_key=True)),
+                    srcs=[*scores.first.srcs, op.srcs[1]],
+                    steps=tuple(scores.steps),
+                    absorbed=tuple(scores.parts[::-1]),
+                    split=_leading(scores.split),
+                    joined=_leading(scores.joined),
+                )
+    return replace(plan, ops=ops)
 
 
-def _scores_behind(
+def _scores_before(
     ops: dict[fx.Node, Op], node: fx.Node, user: fx.Node, is_normalized: bool
 ) -> _Scores | None:
     """Return the scores that a value is made of; None where anything else is in between.
@@ -78,7 +86,7 @@ def _scores_behind(
         ops: all operations.
         node: the value.
         user: what alone may read it.
-        is_normalized: whether a softmax is behind.
+        is_normalized: whether a softmax follows.
     """
     op = ops.get(node)
     if op is None or op.requested or list(node.users) != [user] or _times_read(user, node) != 1:
@@ -87,7 +95,7 @@ def _scores_behind(
         return _Scores(op, [op])
     normalizes = not is_normalized and _is_softmax(op)
     for source, take in _sources(op, is_normalized, normalizes):
-        scores = _scores_behind(ops, source, node, is_normalized or normalizes)
+        scores = _scores_before(ops, source, node, is_normalized or normalizes)
         if scores is not None and take(scores):
             scores.parts.append(op)
             return scores

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchq.nn.trees import detached
+from torchq.models.trees import detached
 from torchq.quantization.observers import Observer
 
 State = dict[str, dict[str, Any]]
@@ -115,6 +115,14 @@ def put_back(model: nn.Module, before: State) -> None:
             owner.pop(key, None)
             if key in old[name]:
                 owner[key] = old[name][key]
+
+
+@contextmanager
+def same_numbers() -> Iterator[None]:
+    """Let code draw the same random numbers each time, and restore the generator afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
 
 
 @contextmanager

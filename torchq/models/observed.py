@@ -8,7 +8,7 @@ import hashlib
 import torch
 from torch import nn
 
-from torchq.nn.attached import computing_modules
+from torchq.models.attached import computing_modules
 from torchq.quantization.observers import Observer
 
 

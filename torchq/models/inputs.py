@@ -20,7 +20,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm, remove_spectral_norm
 from torch.nn.utils.weight_norm import WeightNorm, remove_weight_norm
 from torch.utils._pytree import tree_leaves
 
-from torchq.nn.trees import copied, detached
+from torchq.models.trees import copied, detached
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 """One input of a model, a sequence of its inputs, or a mapping of keyword arguments."""

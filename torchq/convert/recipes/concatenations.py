@@ -3,20 +3,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import fx
 
+from torchq.convert.settled import Seen, Settled
+from torchq.convert.watching import Watch
+from torchq.planning.plan import Plan
 from torchq.quantization.qparams import QParams
-
-if TYPE_CHECKING:
-    from torchq.convert.prepared import Prepared
 
 _CLIPPED = 1 / 8  # of the source's range, at most
 
 
-def shared_qparams(prepared: Prepared) -> dict[fx.Node, QParams]:
-    """Root of a group that a concatenation reads -> the parameters it takes from the result.
+class Concatenations:
+    """Gives sources of concatenations the parameters of the result where that costs less."""
+
+    def watch(self, plan: Plan) -> Iterator[Watch]:
+        """Yield nothing: the ranges of all groups are known."""
+        yield from ()
+
+    def apply(self, settled: Settled) -> Settled:
+        """Return the plan with the parameters of such sources."""
+        return replace(settled, adjusted={**settled.adjusted, **_shared(settled.seen)})
+
+
+def _shared(seen: Seen) -> dict[fx.Node, QParams]:
+    """Return by root of a group that a concatenation reads: what it takes from the result.
 
     A value that passes twenty concatenations, each with parameters of its own, is rounded twenty
     times; with the same parameters they copy bytes. But what else reads the source then gets the
@@ -28,24 +41,23 @@ def shared_qparams(prepared: Prepared) -> dict[fx.Node, QParams]:
     The last concatenation of a chain decides. Parameters of fake quantizers stay.
 
     Raises:
-        RuntimeError: as :meth:`Prepared.qparams`.
+        RuntimeError: as :meth:`Seen.qparams`.
     """
-    plan, found = prepared.plan, dict[fx.Node, QParams]()
-    active = set(plan.layer_at.values())
-    layers = [layer for layer in plan.concatenations() if layer in active]
+    plan, found = seen.plan, dict[fx.Node, QParams]()
+    layers = [layer for layer in plan.concatenations if not layer.reason]
     copies = {layer.op.node for layer in layers}
-    readers = {root: len(users - copies) for root, users in plan.users().items()}
+    readers = {root: len(users - copies) for root, users in plan.users.items()}
     beyond: dict[fx.Node, int] = {}  # readers of what a group's values are copied to
     for layer in reversed(layers):
         root = plan.root(layer.dst)
         if not plan.emits_int8(layer) or plan.fixed(root) is not None:
             continue
-        dst = found.get(root) or prepared.qparams(root)
+        dst = found.get(root) or seen.qparams(root)
         count = readers.get(root, 0) + beyond.get(root, 0)
         for src in dict.fromkeys(plan.root(src) for src in layer.srcs):
             if src is root or src in found or plan.fixed(src) is not None:
                 continue
-            own = prepared.qparams(src)
+            own = seen.qparams(src)
             step, other = float(own.scale), float(dst.scale)
             if _covers(dst, own) and readers[src] * other**2 < (readers[src] + count) * step**2:
                 found[src], beyond[src] = dst, count

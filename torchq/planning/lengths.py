@@ -12,7 +12,7 @@ softmax, most of which are small beside the largest.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +21,12 @@ from torch import fx
 from torchq.capture.graph import function_name
 from torchq.capture.ops import Op, Role, is_float
 from torchq.capture.patterns import arguments_of
-from torchq.convert.fuse import HARD
-from torchq.convert.fuse_dynamic import make_dynamic
 from torchq.nn.float_modules import Attention, MatMul
+from torchq.planning.dynamic import make_dynamic
+from torchq.planning.layers import HARD, Layer
+from torchq.planning.plan import Plan
+from torchq.report.rows import DYNAMIC
 
-DYNAMIC = "dynamic: "
 LENGTH = "the range of what it reads depends on sizes of the input"
 WEIGHTS = "it reads weights of a softmax, most of which are small beside the largest"
 
@@ -49,32 +50,43 @@ class _Range(NamedTuple):
     is_weight: bool = False  # of a softmax over any size
 
 
-def leave_lengths(ops: dict[fx.Node, Op], is_chosen: Callable[[str], bool]) -> set[fx.Node]:
-    """Make dynamic, or leave float, what multiplies values that no calibrated scale suits.
+def leave_lengths(plan: Plan) -> Plan:
+    """Return the plan, without static products of values that no calibrated scale suits.
 
-    ``is_chosen`` tells names of layers that an override chose a configuration for: they are static
+    They become dynamic, or stay float. Layers that an override chose a configuration for are static
     all the same, and so is what reads the result of a fake quantizer.
-
-    Returns:
-        All such values.
     """
+    ops = dict(plan.ops)
     ranges = _Ranges(ops)
-    for node in ops:
+    for node in plan.ops:
         ranges.add(node)
-    for op in ops.values():
-        if op.role not in HARD or is_chosen(op.base):
+    for node in plan.ops:
+        op = ops[node]
+        if op.role not in HARD or plan.is_chosen(op.base):
             continue
         read = [ranges.of(src) for src in op.srcs if not _is_fixed(src, ops)]
         if any(one.degree for one in read):
-            make_dynamic(op, ops)
-            reason = f"{DYNAMIC}{LENGTH}" if op.role is Role.DYNAMIC else LENGTH
+            op, reason = make_dynamic(op, ops), LENGTH
         elif isinstance(op.module, MatMul) and any(one.is_weight for one in read):
             reason = WEIGHTS
         else:
             continue
-        op.reason = reason
-        op.role = op.role if op.role is Role.DYNAMIC else Role.OPAQUE
-    return {node for node in ops if ranges.of(node).degree}
+        if op.role is Role.DYNAMIC:
+            ops[node] = replace(op, reason=f"{DYNAMIC}{reason}")
+        else:
+            ops[node] = replace(op, reason=reason, role=Role.OPAQUE)
+    sized = frozenset(node for node in ops if ranges.of(node).degree)
+    return replace(plan, ops=ops, sized=sized)
+
+
+def leave_sized(plan: Plan) -> Plan:
+    """Return the plan, with the layers in float that read such values and no override chose."""
+
+    def left(layer: Layer) -> Layer:
+        reads = not plan.sized.isdisjoint(layer.srcs) and not plan.is_chosen(layer.op.base)
+        return replace(layer, reason=LENGTH) if reads else layer
+
+    return replace(plan, layers=tuple(map(left, plan.layers)))
 
 
 def _is_fixed(node: fx.Node, ops: dict[fx.Node, Op]) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables as text, and as notebooks show them."""
+"""Writes tables as text, and as HTML for notebooks."""
 
 from __future__ import annotations
 

@@ -4,87 +4,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-import torch
 from torch import Tensor, fx, nn
 
-from torchq.capture.module_kinds import MATMUL
+from torchq.capture.module_kinds import MATMUL, NO_DYNAMIC_FORM
 from torchq.capture.ops import Op, Role, clip_bounds, have_one_size, only_reader
-from torchq.nn.batch_norm import TRANSPOSED, Affine, fold_affines
+from torchq.nn.batch_norm import TRANSPOSED, Affine
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.float_modules import Add, Attention, Cat, Mul
+from torchq.planning.layers import HARD, Layer
+from torchq.planning.plan import Plan
 
-HARD = (Role.MATMUL, Role.PRODUCT)
-"""What int8 is for: they quantize what they read."""
 
+def fuse(plan: Plan) -> Plan:
+    """Return the plan with its layers, in the order of their results.
 
-@dataclass(eq=False)
-class Layer:
-    """Operations that become one quantized op.
-
-    Attributes:
-        op: the main operation.
-        srcs: nodes it reads, without the residual.
-        dst: node of its result; the converted graph computes the layer there.
-        parts: the operations it consists of; those behind the main one are fused into it.
-        affines: factors and shifts of its channels behind it, folded into the weight.
-        clip: bounds of a relu, relu6 or hardtanh behind it.
-        residual: node added before the clip.
-        pad: zeros before and after each spatial dim, beside those of the module.
-        function: of a UNARY, what the whole chain computes.
-        slopes: of a leaky relu behind it, one per channel.
-        fake: the fake quantizer of its result.
-        src_factors: what each channel of its source was divided by; float modules lack them.
+    What a configuration wants dynamic and has only a static form stays float.
     """
 
-    op: Op
-    srcs: list[fx.Node]
-    dst: fx.Node
-    parts: list[Op]
-    affines: list[Affine] = field(default_factory=list)
-    clip: tuple[float, float] | None = None
-    residual: fx.Node | None = None
-    pad: tuple[list[int], list[int]] | None = None
-    function: Callable[[Tensor], Tensor] | None = None
-    slopes: Tensor | None = None
-    fake: FakeQuantize | None = None
-    src_factors: Tensor | None = None
+    def checked(layer: Layer) -> Layer:
+        config = plan.config(layer.op.base)
+        static = config is None or not config.dynamic
+        return layer if static else replace(layer, reason=NO_DYNAMIC_FORM)
 
-    @property
-    def reads(self) -> list[fx.Node]:
-        """All nodes it reads."""
-        return self.srcs if self.residual is None else [*self.srcs, self.residual]
-
-    @property
-    def role(self) -> Role:
-        """Return the role of the main operation; a NORM is a depthwise MATMUL."""
-        if self.function is not None:
-            return Role.UNARY
-        return Role.MATMUL if self.op.role is Role.NORM else self.op.role
-
-    def float_module(self) -> nn.Module:
-        """Return the main operation with the factors and shifts folded into it."""
-        return fold_affines(self.unfolded(), self.affines)
-
-    def unfolded(self) -> nn.Module:
-        """Return the main operation alone; of a NORM, a convolution that changes nothing."""
-        norm = self.op.role is Role.NORM
-        module = _identity(self.dst.meta["value"].shape) if norm else self.op.module
-        assert module is not None
-        return module
-
-
-def find_layers(ops: dict[fx.Node, Op]) -> list[Layer]:
-    """Layers in the order of their results."""
-    return _Finder(ops).run()
+    return replace(plan, layers=tuple(map(checked, _Finder(plan.ops).run())))
 
 
 class _Finder:
-    def __init__(self, ops: dict[fx.Node, Op]) -> None:
+    def __init__(self, ops: Mapping[fx.Node, Op]) -> None:
         self.ops = ops
-        self.taken: set[Op] = set()
+        self.taken: set[fx.Node] = set()
 
     def run(self) -> list[Layer]:
         layers: list[Layer] = []
@@ -92,33 +43,30 @@ class _Finder:
         for op in reversed(list(self.ops.values())):
             if op.role is Role.MATMUL:
                 layers.append(self._matmul(op))
-            elif op.role is Role.PRODUCT and op not in self.taken:
+            elif op.role is Role.PRODUCT and op.node not in self.taken:
                 layers.append(self._other(op))
             elif op.role is Role.MEAN:
                 layers.append(self._start(op))
         layers.extend(self._expressions())
         for op in self.ops.values():
-            if op not in self.taken and (self._is_alone(op) or op.role is Role.COMBINE):
+            if op.node not in self.taken and (self._is_alone(op) or op.role is Role.COMBINE):
                 layers.append(self._other(op))
-        for layer in layers:
-            self._absorb_fake(layer)
+        layers = [self._with_fakes(layer) for layer in layers]
         position = {node: i for i, node in enumerate(self.ops)}
         return sorted(layers, key=lambda layer: position[layer.dst])
 
     def _start(self, op: Op) -> Layer:
-        layer = Layer(op, list(op.srcs), op.node, [op, *op.absorbed])
-        self.taken.update(layer.parts)
+        layer = Layer(op, op.srcs, op.node, (op, *op.absorbed))
+        self.taken.update(part.node for part in layer.parts)
         return layer
 
     def _matmul(self, op: Op) -> Layer:
         layer = self._start(op)
         pad = self.ops.get(op.srcs[0])
         if pad is not None and pad.role is Role.PAD and pad.pad and self._merges(pad, op):
-            layer.pad, layer.srcs = pad.pad, list(pad.srcs)
-            layer.parts.append(pad)
-            self.taken.add(pad)
-        self._absorb(layer)
-        return layer
+            layer = replace(layer, pad=pad.pad, srcs=pad.srcs, parts=(*layer.parts, pad))
+            self.taken.add(pad.node)
+        return self._with_followers(layer)
 
     def _merges(self, pad: Op, op: Op) -> bool:
         alone = list(pad.node.users) == [op.node]
@@ -144,52 +92,53 @@ class _Finder:
         if op.role is Role.NORM:
             affine = _channel_affine(op, 1)
             assert affine is not None
-            layer.affines.append(affine)
-        if not isinstance(op.module, Attention | Cat):
-            self._absorb(layer)
-        return layer
+            layer = replace(layer, affines=(affine,))
+        return layer if isinstance(op.module, Attention | Cat) else self._with_followers(layer)
 
-    def _absorb(self, layer: Layer) -> None:
-        """Extend the layer by the operations behind it, while each alone reads the one before."""
-        while (op := self._next(layer.dst)) is not None:
+    def _with_followers(self, layer: Layer) -> Layer:
+        """Return the layer with the operations after it, while each alone reads the one before."""
+        while layer.slopes is None and (op := self._next(layer.dst)) is not None:
             bounds = clip_bounds(op.module)
             if op.role is Role.PASS:
                 pass
             elif (affine := self._affine(layer, op)) is not None:
-                layer.affines.append(affine)
+                layer = replace(layer, affines=(*layer.affines, affine))
             elif self._fits_sum(layer, op):
-                layer.residual = next(src for src in op.srcs if src is not layer.dst)
+                residual = next(src for src in op.srcs if src is not layer.dst)
+                layer = replace(layer, residual=residual)
             elif self._fits_clip(layer, bounds):
-                layer.clip = bounds
+                layer = replace(layer, clip=bounds)
             elif self._fits_slopes(layer, op):
                 assert isinstance(op.module, nn.PReLU)
-                layer.slopes = op.module.weight.detach()
+                layer = replace(layer, slopes=op.module.weight.detach())
             else:
                 break
-            layer.parts.append(op)
-            layer.dst = op.node
-            self.taken.add(op)
-            if layer.slopes is not None:
-                break
+            layer = self._ending_in(op, layer)
+        return layer
 
-    def _absorb_fake(self, layer: Layer) -> None:
-        """Extend the layer by the fake quantizer of its result, and what dequantizes behind it."""
+    def _with_fakes(self, layer: Layer) -> Layer:
+        """Return the layer with the fake quantizer of its result, and what dequantizes then."""
         src = layer.dst
         while len(layer.dst.users) == 1:
             op = self.ops.get(next(iter(layer.dst.users)))
-            if op is None or op in self.taken or op.role is not Role.FAKE or op.srcs != [src]:
+            free = op is not None and op.node not in self.taken
+            if op is None or not free or op.role is not Role.FAKE or op.srcs != [src]:
                 break
             assert isinstance(op.module, FakeQuantize)
             if layer.role not in HARD and op.module.levels not in (128, 256):
                 break
-            layer.fake, layer.dst = op.module, op.node
-            layer.parts.append(op)
-            self.taken.add(op)
+            layer = self._ending_in(op, replace(layer, fake=op.module))
+        return layer
+
+    def _ending_in(self, op: Op, layer: Layer) -> Layer:
+        """Return the layer with one more part, whose result is the layer's."""
+        self.taken.add(op.node)
+        return replace(layer, dst=op.node, parts=(*layer.parts, op))
 
     def _next(self, node: fx.Node) -> Op | None:
         """Return the one operation that reads a node, if it may be fused and no layer has it."""
         op = only_reader(node, self.ops)
-        return None if op in self.taken else op
+        return None if op is None or op.node in self.taken else op
 
     def _affine(self, layer: Layer, op: Op) -> Affine | None:
         """Return what an operation does to each channel of a matmul, or to a whole product."""
@@ -231,7 +180,7 @@ class _Finder:
         roots = self._roots()
         layers = []
         for op in reversed(list(self.ops.values())):
-            if op in self.taken or op.role not in (Role.UNARY, Role.COMBINE):
+            if op.node in self.taken or op.role not in (Role.UNARY, Role.COMBINE):
                 continue
             found = [(len(parts), root, parts) for root, parts in roots[op.node].items() if parts]
             closed = [item for item in found if self._is_closed(op, item[2])]
@@ -240,14 +189,15 @@ class _Finder:
                 if self._is_taken_over(root, parts):
                     continue
                 function = _evaluate(self.ops, root, op.node)
-                layers.append(Layer(op, [root], op.node, list(parts), function=function))
-                self.taken.update(parts)
+                layers.append(Layer(op, [root], op.node, parts, function=function))
+                self.taken.update(part.node for part in parts)
         return layers
 
     def _is_taken_over(self, root: fx.Node, parts: tuple[Op, ...]) -> bool:
         """Return whether it is the relu of an add or mul, or a batch norm's clip."""
         before = self.ops.get(root)
-        if before is None or before in self.taken or self._next(root) is not parts[0]:
+        taken = before is None or before.node in self.taken
+        if before is None or taken or self._next(root) is not parts[0]:
             return False
         bounds = [clip_bounds(part.module) for part in parts if part.role is not Role.PASS]
         if self._is_alone(before):
@@ -263,7 +213,7 @@ class _Finder:
 
         for op in self.ops.values():
             mine = of(op.node)
-            if op in self.taken or op.requested:
+            if op.node in self.taken or op.requested:
                 continue
             if op.role in (Role.UNARY, Role.PASS):
                 for root, parts in of(op.srcs[0]).items():
@@ -278,11 +228,13 @@ class _Finder:
     def _is_closed(self, last: Op, parts: tuple[Op, ...]) -> bool:
         """Return whether nobody else reads what is in between."""
         nodes = {part.node for part in parts}
-        free = self.taken.isdisjoint(parts)
+        free = self.taken.isdisjoint(nodes)
         return free and all(set(part.node.users) <= nodes for part in parts if part is not last)
 
 
-def _evaluate(ops: dict[fx.Node, Op], root: fx.Node, node: fx.Node) -> Callable[[Tensor], Tensor]:
+def _evaluate(
+    ops: Mapping[fx.Node, Op], root: fx.Node, node: fx.Node
+) -> Callable[[Tensor], Tensor]:
     """Return a function of the root that computes the node."""
 
     def run(value: Tensor) -> Tensor:
@@ -312,11 +264,3 @@ def _channel_affine(op: Op, axis: int) -> Affine | None:
             return None
         found.append(value.reshape(-1) if value.numel() > 1 else value.reshape(()))
     return found[0], found[1]
-
-
-def _identity(shape: tuple[int, ...]) -> nn.Module:
-    """Return a convolution of one tap per channel that changes nothing."""
-    cls = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}[len(shape)]
-    conv = cls(shape[1], shape[1], 1, groups=shape[1], bias=False)
-    conv.weight = nn.Parameter(torch.ones_like(conv.weight), False)
-    return conv.eval()

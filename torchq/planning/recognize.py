@@ -5,47 +5,42 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
 
-from torchq.capture.graph import Captured, function_name
+from torchq.capture.graph import function_name
 from torchq.capture.limits import why_long
 from torchq.capture.module_kinds import AVERAGES, why_dtypes
-from torchq.capture.ops import Made, Op, Role, is_float
+from torchq.capture.ops import Op, Recognized, Role, is_float
 from torchq.capture.patterns import arguments_of, row_of
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.fake_scales import composed, fake_quantizer, is_fake, why_not_fixed
+from torchq.planning.plan import Plan
 
 POSITIONS = "it reads what depends on sizes and positions alone"
 
 
-def recognize(captured: Captured, keep_float: Callable[[str], bool]) -> dict[fx.Node, Op]:
-    """Return what every node that depends on the inputs is; constants and inputs are left out.
-
-    ``keep_float`` tells names that stay float on request.
-    """
-    names = _Names(captured.model)
-    ops: dict[fx.Node, Op] = {}
-    for node in captured.graph.nodes:
+def recognize(plan: Plan) -> Plan:
+    """Return the plan with what every call that depends on the inputs is."""
+    model = plan.captured.model
+    names, ops = _Names(model), dict[fx.Node, Op]()
+    for node in plan.captured.graph.nodes:
         if not node.op.startswith("call_"):
             continue
         if not node.meta["varying"]:
-            node.meta["fake"] = _fake_constant(node, captured.model)
+            node.meta["fake"] = _fake_constant(node, model)
             continue
-        made, owner = _made(node, captured.model)
+        known, owner = _known(node, model)
         name, base = names.of(node)
         kind = function_name(node) if owner is None else type(owner).__name__
-        op = Op(**vars(made), node=node, name=name, base=base, kind=kind, owner=owner)
-        op.requested = keep_float(base)
-        op.reason = _why_float(op)
-        if op.reason:
-            op.role = Role.OPAQUE
-        elif _is_mean(op):
-            op.role = Role.MEAN
-        ops[node] = _dequantization(op, ops)
-    return ops
+        op = Op(**vars(known), node=node, name=name, base=base, kind=kind, owner=owner)
+        op = replace(op, requested=plan.config(base) is None)
+        reason = _why_float(op)
+        role = Role.OPAQUE if reason else Role.MEAN if _is_mean(op) else op.role
+        ops[node] = _dequantization(replace(op, role=role, reason=reason), ops)
+    return replace(plan, ops=ops)
 
 
 class _Names:
@@ -78,8 +73,8 @@ def _fake_constant(node: fx.Node, model: nn.Module) -> FakeQuantize | None:
     row = row_of(node)
     if row is None or row.role is not Role.FAKE:
         return None
-    made = row.make(arguments_of(node))
-    fake = None if isinstance(made, str) else made.module
+    known = row.make(arguments_of(node))
+    fake = None if isinstance(known, str) else known.module
     return fake if isinstance(fake, FakeQuantize) else None
 
 
@@ -91,41 +86,41 @@ def _dequantization(op: Op, ops: dict[fx.Node, Op]) -> Op:
     assert isinstance(before.module, FakeQuantize)
     fake = composed(before.module, *(float(value) for value in op.affine))
     if len(before.node.users) == 1 and not why_not_fixed(fake):
-        op.role, op.module, op.srcs = Role.FAKE, fake, before.srcs
+        return replace(op, role=Role.FAKE, module=fake, srcs=before.srcs)
     return op
 
 
-def _made(node: fx.Node, model: nn.Module) -> tuple[Made, nn.Module | None]:
+def _known(node: fx.Node, model: nn.Module) -> tuple[Recognized, nn.Module | None]:
     """Return what the table says about a node, and the module that makes the call."""
     if node.op == "call_module":  # recurrent, or a fake quantizer
         module = model.get_submodule(str(node.target))
         if is_fake(module):
-            return _made_fake(node, module), module
+            return _of_fake(node, module), module
         return _opaque(f"{type(module).__name__} has no int8 form"), module
     owner = model.get_submodule(node.meta["owner"]) if node.meta["owner"] else None
     value = node.meta["value"]
     if node.meta["static"] and value.shape is None and not value.is_sequence:
-        return Made(Role.SHAPE, None, []), owner  # a number made of sizes
+        return Recognized(Role.SHAPE, None, []), owner  # a number made of sizes
     row = row_of(node)
     if row is None:
         return _opaque(f"{function_name(node)} has no int8 form"), owner
-    made = row.make(arguments_of(node))
-    if not isinstance(made, str) and not all(isinstance(src, fx.Node) for src in made.srcs):
-        made = "its source is a constant"
-    made = _opaque(made) if isinstance(made, str) else made
-    made.is_matmul = Role.MATMUL in (row.role, made.role) or row.is_matmul
-    return made, owner
+    known = row.make(arguments_of(node))
+    if not isinstance(known, str) and not all(isinstance(src, fx.Node) for src in known.srcs):
+        known = "its source is a constant"
+    known = _opaque(known) if isinstance(known, str) else known
+    is_matmul = Role.MATMUL in (row.role, known.role) or row.is_matmul
+    return replace(known, is_matmul=is_matmul), owner
 
 
-def _made_fake(node: fx.Node, module: nn.Module) -> Made:
+def _of_fake(node: fx.Node, module: nn.Module) -> Recognized:
     fake = fake_quantizer(module)
     if isinstance(fake, str):
         return _opaque(fake)
-    return Made(Role.FAKE, fake, [node.all_input_nodes[0]], reason=why_not_fixed(fake))
+    return Recognized(Role.FAKE, fake, [node.all_input_nodes[0]], reason=why_not_fixed(fake))
 
 
-def _opaque(reason: str) -> Made:
-    return Made(Role.OPAQUE, None, [], reason=reason)
+def _opaque(reason: str) -> Recognized:
+    return Recognized(Role.OPAQUE, None, [], reason=reason)
 
 
 def _why_float(op: Op) -> str:

@@ -10,13 +10,18 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from functools import partial
 
+import torch
 from torch import Tensor, fx, nn
 
 from torchq.capture.graph import aten_name
 from torchq.capture.ops import Role, shape_of
-from torchq.convert.fuse import Layer
+from torchq.convert.settled import Seen, Settled
+from torchq.convert.watching import Watch, watched_channels
+from torchq.planning.layers import Layer
+from torchq.planning.plan import Plan
 from torchq.quantization.qparams import QParams
 from torchq.quantization.recipes.equalization import (
     Between,
@@ -26,16 +31,53 @@ from torchq.quantization.recipes.equalization import (
     with_source_factors,
 )
 
-if TYPE_CHECKING:
-    from torchq.convert.plan import Plan
-
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class Equalization:
+    """Gives what is between two layers one scale per channel."""
+
+    def watch(self, plan: Plan) -> Iterator[Watch]:
+        """Yield the channels of what is between the layers of each pair."""
+        for first, _ in pairs(plan):
+            yield watched_channels(plan, first.dst, channel_axis(first))
+
+    def apply(self, settled: Settled) -> Settled:
+        """Return the plan with the scales of what is between layers."""
+        found = between_layers(settled.seen)
+        return replace(
+            settled,
+            adjusted={**settled.adjusted, **{root: one.src for root, one in found.items()}},
+            results={**settled.results, **{root: one.dst for root, one in found.items()}},
+            factors={**settled.factors, **{root: one.factors for root, one in found.items()}},
+        )
+
+
+def between_layers(seen: Seen) -> dict[fx.Node, Between]:
+    """Return by root how a group is quantized whose channels have scales of their own."""
+    found, sizes = {}, dict[fx.Node, Tensor]()
+    for first, second in pairs(seen.plan):
+        channels = seen.channels(first.dst, channel_axis(first))
+        if channels is None:
+            continue
+        given, symmetric = seen.qparams(first.dst), seen.config(first.dst).symmetric
+        low, high = channels.min_value, channels.max_value
+        before = sizes.get(seen.plan.root(first.srcs[0]))
+        largest = magnitudes(first, torch.maximum(low.abs(), high.abs()), before)
+        sizes[first.dst] = largest
+        names = tuple(part.node.name for part in (second.op, *second.parts))
+        scales = float(given.scale), int(given.zero_point), symmetric
+        search = partial(between, first, second, largest, float(low.min()), given, symmetric)
+        one = seen.once((first.dst.name, names, scales, largest.numpy().tobytes()), search)
+        if one is not None:
+            found[first.dst] = one
+    return found
 
 
 def pairs(plan: Plan) -> Iterator[tuple[Layer, Layer]]:
     """Yield layers where the second one alone reads what the first one computes."""
-    users, joined = plan.users(), defaultdict[fx.Node, list[fx.Node]](list)
-    for node in filter(plan.is_joined, plan.captured.graph.nodes):
+    users, joined = plan.users, defaultdict[fx.Node, list[fx.Node]](list)
+    for node in (node for node in plan.captured.graph.nodes if node in plan.joined):
         joined[plan.root(node)].append(node)
     for second in plan.layer_at.values():
         root = plan.root(second.srcs[0])

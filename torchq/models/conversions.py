@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 
-from torchq.nn.attached import attachment_of
-from torchq.nn.inputs import Model
+from torchq.models.attached import attachment_of
+from torchq.models.inputs import Model
 from torchq.nn.module import QModule
 
 

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What calibration is to record of the values of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import fx
+
+from torchq.planning.plan import Plan
+from torchq.quantization.config import QConfig
+from torchq.quantization.observers import Observer, PerChannelMinMaxObserver
+
+
+@dataclass(frozen=True)
+class Watch:
+    """One thing to record. Watches with the same key share their recorder.
+
+    Attributes:
+        kind: "observer", "sample", "channels" or "rows".
+        nodes: of the plan's graph; their values are recorded together.
+        settings: what the recorder depends on beside these.
+        make: returns the recorder.
+        leaf: layer whose own recorder of this kind is shared, if it is alike.
+    """
+
+    kind: str
+    nodes: tuple[fx.Node, ...]
+    settings: Hashable
+    make: Callable[[], Observer]
+    leaf: str = ""
+
+    @property
+    def key(self) -> tuple[str, Hashable, tuple[str, ...]]:
+        """Return the same for watches of which one recorder suffices."""
+        return self.kind, self.settings, tuple(node.name for node in self.nodes)
+
+
+def watched_ranges(plan: Plan) -> dict[fx.Node, tuple[Watch, QConfig]]:
+    """Return by root of a group what chooses its scale and zero point, and its configuration."""
+    found = {}
+    for root, producers in plan.groups.items():
+        name, config = plan.group_config(producers)
+        make = partial(config.make_observer, name)
+        # by identity: a configuration with an observer of the user's may not be hashable
+        found[root] = Watch("observer", tuple(producers), id(config), make), config
+    return found
+
+
+def watched_channels(plan: Plan, node: fx.Node, axis: int) -> Watch:
+    """Return what records the range of each channel of a value."""
+
+    def make() -> PerChannelMinMaxObserver:
+        observer = PerChannelMinMaxObserver(axis)
+        observer.name = f"{plan.prefix}{node.name}"
+        return observer
+
+    return Watch("channels", (node,), axis, make)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The passes that decide what becomes of a captured model, in order.
+
+A pass takes a plan and returns another one. What comes later may rely on what earlier ones decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import reduce
+
+from torch import fx
+
+from torchq.capture.graph import Captured
+from torchq.planning.attention import fuse_attention
+from torchq.planning.choose import choose_int8
+from torchq.planning.coarse import leave_coarse
+from torchq.planning.dynamic import quantize_rows, read_tokens
+from torchq.planning.fuse import fuse
+from torchq.planning.groups import find_groups
+from torchq.planning.lengths import leave_lengths, leave_sized
+from torchq.planning.phases import leave_angles
+from torchq.planning.plan import Plan
+from torchq.planning.recognize import recognize
+from torchq.planning.units import find_units
+from torchq.quantization.config import Overrides, QConfig
+
+PASSES = (
+    recognize,  # what each call is: the table of patterns
+    fuse_attention,  # attention that a model spells out is one operation
+    read_tokens,  # linear layers that a model trained to be dynamic
+    quantize_rows,  # what a configuration wants dynamic
+    leave_lengths,  # products of values whose range depends on sizes: dynamic, or float
+    find_units,  # recurrent modules
+    fuse,  # operations become layers: one quantized op each
+    leave_angles,  # angles of many periods: float
+    leave_sized,  # layers of values whose range depends on sizes: float
+    leave_coarse,  # layers that calibration found to be coarse: dynamic, or float
+    find_groups,  # values that share one scale, and scales that fake quantizers give
+    choose_int8,  # values that are int8, and layers that gain nothing from it
+)
+
+
+def decided(
+    captured: Captured,
+    config: QConfig,
+    overrides: Overrides | None,
+    coarse: Mapping[fx.Node, str] | None = None,
+) -> Plan:
+    """Return the plan of a captured model; ``coarse`` as in :class:`Plan`."""
+    start = Plan(captured, config, overrides, coarse)
+    return reduce(lambda plan, decide: decide(plan), PASSES, start)
