@@ -11,6 +11,12 @@ TooLarge::TooLarge(c10::IntArrayRef factors)
     : what_(c10::str("sizes must multiply to less than 2^63, in bytes too, got ", factors,
                      ". Use smaller tensors.")) {}
 
+std::string by(c10::IntArrayRef sizes) {
+  std::string text;
+  for (const int64_t size : sizes) text += (text.empty() ? "" : "x") + std::to_string(size);
+  return text;
+}
+
 void check_sizes(c10::IntArrayRef sizes, at::ScalarType dtype) {
   int64_t stride = 1;  // of dimension d; torch counts sizes of 0 as 1
   bool is_empty = false;

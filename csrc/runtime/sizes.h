@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of sizes. A tensor without values may have any sizes, and takes no memory: their product
-// need not fit 64 bits.
+// Products of sizes, and their text. A tensor without values may have any sizes, and takes no
+// memory: their product need not fit 64 bits.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -30,6 +30,9 @@ inline int64_t product_of(c10::IntArrayRef factors) {
     if (factor < 0 || __builtin_mul_overflow(product, factor, &product)) throw TooLarge(factors);
   return product;
 }
+
+/// For messages: "3x3".
+std::string by(c10::IntArrayRef sizes);
 
 /// Throws TooLarge where 64 bits cannot hold the strides, or the bytes, of a contiguous tensor.
 void check_sizes(c10::IntArrayRef sizes, at::ScalarType dtype);

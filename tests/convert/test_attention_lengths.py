@@ -80,3 +80,23 @@ def test_errors_do_not_grow_with_other_lengths(name: str, calibrated: int) -> No
     assert min(found.values()) > found[calibrated] - 5, found
     (graph,) = torchq.explain(converted).graphs
     assert (graph.graph_calls, graph.own_calls) == (3, 0)
+
+
+class Einsums(Attention):
+    """The products as XLNet writes them, whose results have other orders than their operands."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        q, k, v = self.qkv(x.transpose(0, 1)).view(t, b, 3, HEADS, c // HEADS).unbind(2)
+        weights = torch.einsum("ibnd,jbnd->bnij", q, k).div(4).softmax(-1)
+        mixed = torch.einsum("bnij,jbnd->ibnd", weights, v)
+        return self.out(mixed.reshape(t, b, c)).transpose(0, 1)
+
+
+def test_operands_of_einsums_have_sizes() -> None:
+    """The average goes as the number of its positions, so its reader has no fixed scale."""
+    model = Einsums(lambda m, s: s).eval()
+    converted = torchq.quantize(model, [torch.randn(2, 75, WIDTH) for _ in range(3)])
+    assert "QAttention" in names(converted)
+    reasons = {row.name: row.reason for row in torchq.explain(converted).rows}
+    assert "depends on sizes" in reasons["out"] and "depends" not in reasons["qkv"]

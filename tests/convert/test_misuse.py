@@ -384,6 +384,19 @@ def test_overrides_that_match_nothing_suggest_names(pattern, remedy):
     assert remedy in str(error.value) and len(str(error.value)) < 250
 
 
+@pytest.mark.parametrize("flow", [torchq, torchq.eager], ids=["graph", "eager"])
+def test_errors_of_a_model_that_is_one_layer(flow):
+    layer, x = nn.Linear(8, 4).eval(), torch.randn(8, 8)
+    with pytest.raises(ValueError, match="The model is one module, which only '' and"):
+        flow.prepare(layer, x, overrides={"head": None})
+    assert type(flow.prepare(layer, x, overrides={"": None})) is nn.Linear
+    for other in (flow.prepare(layer, x), flow.quantize(layer, [x], x)):
+        with pytest.raises(ValueError, match=r"got \w+Leaf in the model\."):
+            flow.prepare(other, x)
+    with pytest.raises(ValueError, match=r"torchq.HistogramObserver: src .* data\.$"):
+        flow.quantize(layer, [x / 0], x)
+
+
 @pytest.mark.parametrize(
     ("field", "remedy"),
     [("activation_bit", "Did you mean 'activation_bits'?"), ("foo", "got 'foo'. Leave it out.")],

@@ -211,8 +211,16 @@ ERRORS = [
     ({"src": torch.zeros(1, 3, 5, 6, dtype=U8)}, ValueError, "src must have 4 channels"),
     ({"src": torch.zeros(1, 4, 0, 6, dtype=U8)}, ValueError, "spatial sizes of 1 to 2^32"),
     ({"geometry": [1, 2]}, ValueError, "geometry must be [kernel, stride, padding_begin"),
-    ({"geometry": geometry(padding=9)}, ValueError, "leaves nothing of dst"),
-    ({"geometry": geometry(output_padding=2)}, ValueError, "below stride or dilation"),
+    (
+        {"geometry": geometry(padding=9)},
+        ValueError,
+        "leaves nothing of dst, got kernel 3x3, stride 2x2, padding 9x9, dilation 1x1. Use",
+    ),
+    (
+        {"geometry": geometry(output_padding=2)},
+        ValueError,
+        "below stride or dilation, got 2 in dimension 0 of kernel 3x3, stride 2x2",
+    ),
     (
         {"geometry": geometry(kernel=2)},
         ValueError,

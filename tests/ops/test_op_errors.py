@@ -161,6 +161,16 @@ def test_foreign_weights(call: Call):
             refuse(call, ValueError, "weight", "got ", "Pack it with", weight=weight)
 
 
+def test_foreign_weights_of_convolutions():
+    for shape, weight in ((CONV, DEPTHWISE), (DEPTHWISE, CONV)):
+        call, channels = sampled(shape), shape.in_channels
+        parts = (
+            f"src has {channels} channels, groups={shape.groups} and a kernel of 3x3 with",
+            "Pack",
+        )
+        refuse(call, ValueError, *parts, weight=sampled(weight).args["weight"])
+
+
 def test_linear_src_shape():
     call = sampled(SHAPE)
     parts = ("src must have 10 features, got 13", "in src [2, 13]", "Check")
@@ -177,7 +187,7 @@ def test_conv_src_shape():
     parts = ("src must have 8 channels", "got 3 in src [1, 3, 6, 7]", "Check")
     refuse(call, ValueError, *parts, src=torch.zeros(1, 3, 6, 7, dtype=U8))
     call = sampled(cases.conv("valid", (8, 20), (6, 7), 3))
-    parts = ("src [1, 8, 2, 7] is smaller than the kernel", "Enlarge")
+    parts = ("src [1, 8, 2, 7] is smaller than the kernel", "kernel 3x3, stride 1x1", "Enlarge")
     refuse(call, ValueError, *parts, src=torch.zeros(1, 8, 2, 7, dtype=U8))
 
 

@@ -54,6 +54,9 @@ torchq.eager.quantize(model, [x], x).encode(x)
 torchq.save(q, "model.safetensors")
 torchq.load("model.safetensors", model).encode(x)
 graph: nn.Module = torchq.load("model.safetensors")
+program = torch.export.export(model, (x,))
+torchq.quantize(program, [x]).eval()
+torchq.convert(torchq.calibrate(torchq.prepare(program, x), [x])).eval()
 """
 
 NOT_RUN = """
@@ -65,6 +68,8 @@ def not_run() -> None:
     q.decode(x)
     torchq.load("model.safetensors").encode(x)
     torchq.QConfig(weight_bits=5)
+    torchq.quantize(program, [x]).encode(x).mean()
+    torchq.quantize(program, 3)
     torchq.from_torchao(model).decode(x)
 """
 
@@ -99,7 +104,7 @@ def test_results_have_the_class_of_the_model(
     else:
         command += ("--pythonpath", sys.executable)
     last = (PROGRAM + NOT_RUN).count("\n")
-    assert checked(tmp_path, *command) == list(range(last - 3, last + 1))
+    assert checked(tmp_path, *command) == list(range(last - 5, last + 1))
 
 
 def test_the_program_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

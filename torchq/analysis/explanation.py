@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from torchq.attributes.arguments import place_of
 from torchq.models.attached import attachment_of, computing_modules, graphs_of
 from torchq.nn.embedding import QEmbedding, QEmbeddingBag
 from torchq.nn.module import QModule
@@ -40,10 +41,9 @@ class GraphRow:
 
     def __str__(self) -> str:
         """One line."""
-        where = f"'{self.module}'" if self.module else "the model"
         return (
-            f"graph of {where}: {self.graph_calls} calls, {self.own_calls} of own code; guards: "
-            f"{_shortened(self.guards)}"
+            f"graph of {place_of(self.module)}: {self.graph_calls} calls, {self.own_calls} of own "
+            f"code; guards: {_shortened(self.guards)}"
         )
 
 

@@ -144,6 +144,11 @@ def nearest(value: str, known: Sequence[str], cutoff: float = 0.0) -> str:
     return found[0] if found else ""
 
 
+def place_of(name: str) -> str:
+    """Return a module's qualified name as errors give it."""
+    return repr(name) if name else "the model"
+
+
 def float_values(where: str, values: Values, *, positive: bool = False) -> Tensor:
     """Finite (and if asked, positive) float32 values."""
     array = _array(where, values, "iuf", "numbers")

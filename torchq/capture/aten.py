@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 
 from torchq.capture.einsum import as_product
@@ -285,9 +286,15 @@ class _Plain:
 
     def _einsum(self, node: fx.Node, equation: str, operands: Any, path: Any = None) -> Any:
         """Write an einsum as the matrix product that it is; None where it is none."""
+        given: Any = node.args[1]
+        fakes = {made: one.meta.get("val") for made, one in zip(operands, given, strict=True)}
 
         def emit(call: Any, *args: Any) -> fx.Node:
-            return self._function(node, args, {}, call)
+            made = self._function(node, args, {}, call)
+            fakes[made] = _fake(call, fx.map_arg(args, fakes.get))
+            shape = getattr(fakes[made], "shape", None)
+            made.meta["sizes"] = None if shape is None else tuple(map(self._text, shape))
+            return made
 
         known = [(tuple(self.values[x].shape), x.meta["varying"]) for x in operands]
         return as_product(emit, equation, operands, known)
@@ -399,3 +406,12 @@ def _argument_names(exported: Exported, model: nn.Module) -> list[str]:
         fine = name.isidentifier() and name not in found and not keyword.iskeyword(name)
         found.append(name if fine and name != "self" else f"tensors_{i}")
     return found
+
+
+def _fake(call: Any, args: Any) -> Any:
+    """Return what a call gives for tensors without values; None where one is not known."""
+    mode = next((arg.fake_mode for arg in args if isinstance(arg, FakeTensor)), None)
+    if mode is None or mode.shape_env is None or any(arg is None for arg in args):
+        return None
+    with mode.shape_env.suppress_guards():
+        return call(*args)

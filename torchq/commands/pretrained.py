@@ -110,7 +110,8 @@ class Folder:
             torchq.save(qmodel, self.output)
         part = qmodel[0].auto_model if self.is_sentences else qmodel
         report.summarize(part, self.output, before)
-        report.print_accuracy(expected, self._outputs("int8 model", qmodel, samples))
+        got = self._outputs("int8 model", qmodel, samples)
+        report.print_accuracy(expected, got, report.counted(len(samples), "sample"))
         print(f"load it: {self._how_to_load(type(part).__name__)}")
         return 0
 

@@ -16,6 +16,7 @@ import torchq
 from torchq.commands.model import model_and_batches, unpickled
 from torchq.commands.pretrained import Folder
 from torchq.commands.report import (
+    batches_text,
     outputs,
     print_accuracy,
     state_bytes,
@@ -103,7 +104,8 @@ def quantize(args: argparse.Namespace) -> int:
     expected = outputs("given model", model, partial(call, model), batches)
     torchq.save(qmodel, args.output)
     summarize(qmodel, args.output, before)
-    print_accuracy(expected, outputs("int8 model", qmodel, partial(call, qmodel), batches))
+    got = outputs("int8 model", qmodel, partial(call, qmodel), batches)
+    print_accuracy(expected, got, batches_text(batches))
     print(f"load it: torchq.load({str(args.output)!r}, model), with the model before quantization")
     return 0
 

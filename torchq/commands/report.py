@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import torchq
 from torchq.commands.samples import shown
@@ -62,9 +63,21 @@ def stored_bytes(path: Path) -> int:
     return sum(p.stat().st_size for p in path.rglob("*") if p.suffix in kinds)
 
 
-def print_accuracy(expected: Sequence[Any], got: Sequence[Any]) -> None:
-    """Print the SQNR of all outputs, where there are any."""
+def print_accuracy(expected: Sequence[Any], got: Sequence[Any], data: str) -> None:
+    """Print the SQNR of all outputs, where there are any; ``data`` says how much gave them."""
     if expected:
-        samples = f"{len(expected)} sample" + "s" * (len(expected) > 1)
         decibels = torchq.sqnr(list(expected), list(got))
-        print(f"{decibels:.1f} dB output SQNR against the given model, on {samples}")
+        print(f"{decibels:.1f} dB output SQNR against the given model, on {data}")
+
+
+def batches_text(batches: Sequence[Inputs]) -> str:
+    """Return how many batches there are, and how many rows, where each begins with a tensor."""
+    first = [next(iter(tree_leaves(batch)), None) for batch in batches]
+    sizes = [len(x) for x in first if isinstance(x, Tensor) and x.dim() > 0]
+    text = counted(len(batches), "batch", "es")
+    return f"{text}, {counted(sum(sizes), 'row')}" if len(sizes) == len(batches) else text
+
+
+def counted(number: int, word: str, ending: str = "s") -> str:
+    """Return a number with its noun."""
+    return f"{number} {word}{ending * (number != 1)}"

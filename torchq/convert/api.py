@@ -13,12 +13,14 @@ from torchq.convert.pipeline import converted_model, prepared_model
 from torchq.convert.swap.checks import check_prepared
 from torchq.convert.swap.flow import calibrate
 from torchq.convert.unseen import warn_of_data
+from torchq.graphs.code import takes_programs
 from torchq.models.inputs import Inputs, Model, batches, split_inputs
 from torchq.quantization.config import Overrides, QConfig
 
 __all__ = ["calibrate", "convert", "prepare", "quantize"]
 
 
+@takes_programs
 def prepare(
     model: Model,
     example_inputs: Inputs,
@@ -93,6 +95,7 @@ def convert(prepared: Model, strict: bool = False) -> Model:
     return result
 
 
+@takes_programs
 def quantize(
     model: Model,
     data: Iterable[Any] | None = None,

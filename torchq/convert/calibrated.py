@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from torchq.attributes.arguments import place_of
 from torchq.convert.dispatch import Dispatch, dispatches
 from torchq.convert.prepared import Prepared
 from torchq.convert.swap.observed import ObservedLeaf
@@ -48,9 +49,8 @@ def check_calibrated(dispatch: Dispatch, graph: Prepared) -> None:
     observers = [*graph.observers, *graph.samples]
     seen = dispatch.graph_calls or any(observer.calibrated for observer in observers)
     if observers and not seen:
-        where = f"'{dispatch.name}'" if dispatch.name else "the model"
         raise RuntimeError(
-            f"torchq.convert: calibration must reach the graph of {where}, got no call that meets "
-            f"its guards: {joined(dispatch.conditions())}. Give torchq.prepare "
+            f"torchq.convert: calibration must reach the graph of {place_of(dispatch.name)}, got "
+            f"no call that meets its guards: {joined(dispatch.conditions())}. Give torchq.prepare "
             "example_inputs that are like the data, or torchq.calibrate more data."
         )

@@ -88,9 +88,13 @@ class Prepared(nn.Module):
             self.graph_module.recompile()
 
     def _list(self, kind: str) -> nn.ModuleList:
-        """Return the recorders of a kind."""
-        lists = {"observer": self.observers, "sample": self.samples, "channels": self.channels}
-        return lists.get(kind, self.rows)
+        """Return the recorders of a kind, in a list of its own."""
+        name = {"observer": "observers", "sample": "samples"}.get(kind, kind)
+        if name not in self._modules:
+            self.add_module(name, nn.ModuleList())
+        found = getattr(self, name)
+        assert isinstance(found, nn.ModuleList)
+        return found
 
     def recorder(self, watch: Watch) -> Observer | None:
         """Return what records for a watch; None where nothing does."""

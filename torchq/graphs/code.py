@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, Protocol, cast, overload
 
 import torch
 from torch import fx, nn
@@ -12,6 +13,7 @@ from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
 from torchq.graphs.data import graph_of, plain_nodes
+from torchq.models.inputs import Model
 
 
 def is_exported(module: nn.Module) -> bool:
@@ -72,6 +74,23 @@ class GraphCode(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._code = graph_of(nodes)
         self._code.set_codegen(codegen)
+
+
+P = ParamSpec("P")
+
+
+class TakesPrograms(Protocol[P]):
+    """A function of a model, or of an exported program; what it returns of one is a module."""
+
+    @overload
+    def __call__(self, model: Model, *args: P.args, **kwargs: P.kwargs) -> Model: ...
+    @overload
+    def __call__(self, model: ExportedProgram, *args: P.args, **kwargs: P.kwargs) -> nn.Module: ...
+
+
+def takes_programs(function: Callable[Concatenate[Model, P], Model]) -> TakesPrograms[P]:
+    """Return a function itself, which type checkers then let take exported programs."""
+    return cast("TakesPrograms[P]", function)
 
 
 def as_module(model: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchq.attributes.arguments import as_float32
+from torchq.attributes.arguments import as_float32, place_of
 from torchq.attributes.post_ops import PostOps
 from torchq.nn.dynamic_int4 import DynamicQLinearInt4
 from torchq.nn.module import QModule
@@ -118,6 +118,6 @@ def naming(name: str) -> Iterator[None]:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
         raise type(error)(
-            f"torchq.convert: '{name}' cannot be quantized: {error} To keep it float, pass "
-            f"overrides={{'{name}': None}}."
+            f"torchq.convert: {place_of(name)} cannot be quantized: {error} To keep it float, "
+            f"pass overrides={{{name!r}: None}}."
         ) from error

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
+from torchq.attributes.arguments import place_of
 from torchq.capture.module_kinds import BATCH_NORM, MATMUL
 from torchq.capture.ops import Role
 from torchq.convert.api import prepare
@@ -211,7 +212,7 @@ class _Placing:
         layers = {row.reason or "dynamic": row.name for row in reversed(rows) if row.is_matmul}
         if not layers:
             return f"{type(self.model).__name__}, which has no layers. Train it as it is"
-        told = [f"{name or 'the model'!r} ({reason})" for reason, name in layers.items()]
+        told = [f"{place_of(name)} ({reason})" for reason, name in layers.items()]
         return (
             f"{', '.join(sorted(told))}. Quantize one layer without dynamic, weight_bits=4 or an "
             "override of None"

@@ -84,7 +84,7 @@ def joined(conditions: Sequence[str]) -> str:
 def check_strict(rows: list[Row], weights: Sequence[Weight]) -> None:
     """Raise RuntimeError for what multiplies in float without an override that says so."""
     left = [r for r in rows if r.is_matmul and not r.quantized and not r.requested]
-    lines = [f"{row.name}: {row.reason}" for row in left]
+    lines = [f"{row.name or 'the model'}: {row.reason}" for row in left]
     told = {name for row in left for name in row.weights}
     for weight in weights:
         if weight.name not in told and weight.stays_float(rows):
@@ -125,6 +125,8 @@ def _nearest_names(model: nn.Module, rows: list[Row], patterns: list[str]) -> st
         near += [name + end for name in get_close_matches(text, known, 2, 0.55)]
     if near:
         return f"Did you mean {' or '.join(map(repr, dict.fromkeys(near)))}?"
-    outer = list(dict.fromkeys(name.partition(".")[0] for name in known))
+    outer = list(dict.fromkeys(name.partition(".")[0] for name in known if name))
+    if not outer:
+        return "The model is one module, which only '' and '*' match."
     more = f" and {len(outer) - 5} more" if len(outer) > 5 else ""
     return f"Names begin with {', '.join(map(repr, outer[:5]))}{more}."

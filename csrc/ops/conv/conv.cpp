@@ -126,8 +126,8 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
   for (int d = 0; d < 3; ++d) {
     call.output[d] = window.output(d, src.size[d]);
     TORCH_CHECK_VALUE(call.output[d] > 0, "torchq.conv: src ", src_arg.sizes(),
-                      " is smaller than the kernel ", "with geometry ", geometry,
-                      ". Enlarge the input or its padding.");
+                      " is smaller than the kernel with its padding and dilation, got ",
+                      window.words(src.spatial_dims), ". Enlarge the input or its padding.");
   }
   return run_conv(trace, call,
                   {src_arg, weight, compensation, pair_bound, multiplier, offset, acc_bias,

@@ -26,8 +26,8 @@ void check_output(c10::IntArrayRef geometry, const ChannelsLast& src, const Wind
   int64_t phases = 1, numel = 1;
   const auto grow = [&](int64_t factor) {
     TORCH_CHECK_VALUE(factor == 0 || numel <= kMaxValues / factor, "torchq.conv_transpose: src ",
-                      src.tensor.sizes(), " with geometry ", geometry,
-                      " makes a dst of more than 2^46 values. Use a smaller stride.");
+                      src.tensor.sizes(), " makes a dst of more than 2^46 values, got ",
+                      w.words(src.spatial_dims), ". Use a smaller stride.");
     numel *= factor;
   };
   grow(src.batch);
@@ -39,17 +39,20 @@ void check_output(c10::IntArrayRef geometry, const ChannelsLast& src, const Wind
                       "must have spatial sizes of 1 to 2^32, got ", src.tensor.sizes(), ".");
     TORCH_CHECK_VALUE(extra >= 0 && (extra < w.stride[d] || extra < w.dilation[d]),
                       "torchq.conv_transpose: output_padding must be at least 0 and below stride ",
-                      "or dilation, got geometry ", geometry, ". It only resolves which of ",
-                      "`stride` source sizes the destination stands for.");
+                      "or dilation, got ", extra, " in dimension ", i, " of ",
+                      w.words(src.spatial_dims), ". It only resolves which of `stride` source ",
+                      "sizes the destination stands for.");
     const int64_t size = (src.size[d] - 1) * w.stride[d] - w.pad_begin[d] - w.pad_end[d] +
                          w.dilation[d] * (w.kernel[d] - 1) + extra + 1;
     TORCH_CHECK_VALUE(size > 0, "torchq.conv_transpose: src ", src.tensor.sizes(),
-                      " leaves nothing of dst with geometry ", geometry, ". Use less padding.");
+                      " leaves nothing of dst, got ", w.words(src.spatial_dims),
+                      ". Use less padding.");
     grow(size);
     output[d] = size;
     phases *= std::min(w.stride[d], size);
     TORCH_CHECK_NOT_IMPLEMENTED(phases <= kMaxPhases, "torchq.conv_transpose: strides must ",
-                                "multiply to at most ", kMaxPhases, ", got geometry ", geometry,
+                                "multiply to at most ", kMaxPhases, ", got ",
+                                w.words(src.spatial_dims),
                                 ". The nearest supported form is a smaller stride, twice.");
   }
 }

@@ -37,6 +37,15 @@ int64_t Window::output(int d, int64_t input, bool ceil_mode) const {
   return size;
 }
 
+std::string Window::words(int64_t spatial_dims) const {
+  const size_t first = static_cast<size_t>(3 - spatial_dims);
+  const auto text = [&](const int64_t (&values)[3]) { return by({values + first, 3 - first}); };
+  const std::string begin = text(pad_begin), end = text(pad_end);
+  return c10::str("kernel ", text(kernel), ", stride ", text(stride), ", padding ", begin,
+                  begin == end ? "" : " before and " + end + " after", ", dilation ",
+                  text(dilation));
+}
+
 Window parse_window(const char* op, c10::IntArrayRef geometry, int64_t spatial_dims,
                     int64_t extra) {
   const int64_t values = static_cast<int64_t>(geometry.size()) - extra, dims = values / 5;
@@ -65,7 +74,7 @@ Window parse_window(const char* op, c10::IntArrayRef geometry, int64_t spatial_d
   }
   TORCH_CHECK_VALUE(w.kernel[0] * w.kernel[1] <= kMaxTaps && w.taps() <= kMaxTaps, "torchq.", op,
                     ": a window must have at most ", kMaxTaps, " positions, got a kernel of ",
-                    geometry.slice(0, static_cast<size_t>(spatial_dims)),
+                    by(geometry.slice(0, static_cast<size_t>(spatial_dims))),
                     ". Pool or convolve in two steps.");
   return w;
 }

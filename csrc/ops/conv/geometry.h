@@ -6,6 +6,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
 
+#include <string>
+
 namespace torchq {
 
 /// 255 * 2^23 < 2^31: the sum of an average pool fits int32.
@@ -19,6 +21,8 @@ struct Window {
   int64_t taps() const { return kernel[0] * kernel[1] * kernel[2]; }
   /// Destination size along dimension d.
   int64_t output(int d, int64_t input, bool ceil_mode = false) const;
+  /// For messages: "kernel 3x3, stride 2x2, padding 1x1 before and 0x1 after, dilation 1x1".
+  std::string words(int64_t spatial_dims) const;
 };
 
 /// Checks the list's length and values; `extra` is how many entries follow the window.

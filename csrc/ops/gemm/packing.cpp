@@ -10,6 +10,7 @@
 #include "ops/gemm/gemm.h"
 #include "runtime/bfloat16.h"
 #include "runtime/checks.h"
+#include "runtime/sizes.h"
 
 namespace torchq {
 namespace {
@@ -128,11 +129,13 @@ void check_packed(const char* op, const ConvPacking& p, const at::Tensor& src,
   check_param(op, "weight", weight, at::kChar);
   const auto sizes = p.packed_sizes();
   const int64_t taps = p.compensation_taps();
-  TORCH_CHECK_VALUE(weight.sizes() == c10::IntArrayRef(sizes) && compensation.size(0) == taps,
-                    "torchq.", op, ": src has ", src.size(1), " channels and geometry ", geometry,
-                    ", which needs weight ", c10::IntArrayRef(sizes), " with compensation [", taps,
-                    ", ", compensation.size(1), "]; got ", weight.sizes(), " and ",
-                    compensation.sizes(), ". ", remedy);
+  const size_t dims = static_cast<size_t>(src.dim()) - 2;
+  TORCH_CHECK_VALUE(
+      weight.sizes() == c10::IntArrayRef(sizes) && compensation.size(0) == taps, "torchq.", op,
+      ": src has ", src.size(1), " channels, groups=", p.groups * p.merged, " and a kernel of ",
+      by(geometry.slice(0, dims)), " with dilation ", by(geometry.slice(4 * dims, dims)),
+      ", which needs weight ", c10::IntArrayRef(sizes), " with compensation [", taps, ", ",
+      compensation.size(1), "]; got ", weight.sizes(), " and ", compensation.sizes(), ". ", remedy);
 }
 
 c10::SmallVector<int64_t, 5> ConvPacking::packed_sizes() const {

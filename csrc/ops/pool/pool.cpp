@@ -226,17 +226,18 @@ at::Tensor windowed(const char* op, OpTrace& trace, const Kernels& tier, const a
   for (int d = 0; d < 3; ++d) {
     const int64_t extent = (w.kernel[d] - 1) * w.dilation[d] + 1;
     TORCH_CHECK_VALUE(2 * std::max(w.pad_begin[d], w.pad_end[d]) <= extent, "torchq.", op,
-                      ": padding must be at most half of the kernel, got geometry ", geometry,
+                      ": padding must be at most half of the kernel, got ",
+                      w.words(src.spatial_dims),
                       ". Pad with torchq.functional.pad in front instead.");
     output[d] = w.output(d, src.size[d], ceil_mode);
     TORCH_CHECK_VALUE(output[d] > 0, "torchq.", op, ": src ", src_arg.sizes(),
-                      " is smaller than the window with geometry ", geometry,
-                      ". Enlarge the input or its padding.");
+                      " is smaller than the window with its padding and dilation, got ",
+                      w.words(src.spatial_dims), ". Enlarge the input or its padding.");
   }
   const at::Tensor dst = make_dst(src, output, params);
   const auto check_meets = [&](bool meets) {
-    TORCH_CHECK_VALUE(meets, "torchq.", op, ": a window with geometry ", geometry,
-                      " meets only padding on src ", src_arg.sizes(),
+    TORCH_CHECK_VALUE(meets, "torchq.", op, ": a window meets only padding on src ",
+                      src_arg.sizes(), ", got ", w.words(src.spatial_dims),
                       ". Use less padding or dilation.");
   };
   check_meets(dst.numel() == 0 || src_arg.numel() > 0);

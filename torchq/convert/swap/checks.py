@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchq.attributes.arguments import FLOATS
+from torchq.attributes.arguments import FLOATS, place_of
 from torchq.capture.module_kinds import MATMUL, RECURRENT
 from torchq.convert.self_contained import SELF_CONTAINED
 from torchq.convert.swap.observed import ObservedLeaf
@@ -43,7 +43,7 @@ def check_prepared(op: str, prepared: nn.Module) -> None:
 def check_mode(op: str, model: nn.Module) -> None:
     """Raise ValueError if a module is in training mode."""
     modules = [(name, m) for name, m in model.named_modules() if type(m) is not nn.Module]
-    training = [name or "the model" for name, m in modules if m.training]
+    training = [place_of(name) for name, m in modules if m.training]
     if training:
         raise ValueError(
             f"torchq.{op}: model must be in eval mode, got training mode in {training[0]} "
@@ -60,9 +60,9 @@ def check_not_quantized(model: nn.Module) -> None:
     for name, full in found:
         tool = "torchao" if "torchao" in full else "torch.ao"
         raise ValueError(
-            f"torchq.prepare: model must be a float model, got {full} in '{name}': {tool} has "
-            "quantized it already. Prepare the model that it was made from, or take this one with "
-            f"torchq.from_{tool.replace('.', '_')}."
+            f"torchq.prepare: model must be a float model, got {full} in {place_of(name)}: {tool} "
+            "has quantized it already. Prepare the model that it was made from, or take this one "
+            f"with torchq.from_{tool.replace('.', '_')}."
         )
 
 
@@ -87,14 +87,14 @@ def check_model(model: nn.Module) -> None:
         check_mode("prepare", model)
     isa()  # raises for a TORCHQ_ISA that is not available here
     for name, module in model.named_modules():
-        trained = type(module).__module__.startswith("torchq.qat.")
+        place, trained = place_of(name), type(module).__module__.startswith("torchq.qat.")
         if trained or isinstance(module, (Observer, ObservedLeaf, QModule, *SELF_CONTAINED)):
             also = ", or give this one to torchq.convert" if trained else ""
             raise ValueError(
-                f"torchq.prepare: model must be a float model, got a {type(module).__name__} in "
-                f"'{name}'. Prepare the model that it was made from{also}."
+                f"torchq.prepare: model must be a float model, got {type(module).__name__} in "
+                f"{place}. Prepare the model that it was made from{also}."
             )
-        own, place = list(module.parameters(recurse=False)), repr(name) if name else "the model"
+        own = list(module.parameters(recurse=False))
         if any(map(is_lazy, own)):
             raise ValueError(
                 f"torchq.prepare: model must have its parameters, got none yet in {place}, a "

@@ -202,10 +202,11 @@ class Observer(nn.Module):
 
     @property
     def _keep(self) -> str:
-        return f"To keep it float, pass overrides={{{self.name or '<name>'!r}: None}}."
+        return f"To keep it float, pass overrides={{{self.name!r}: None}}." if self.name else ""
 
     def _text(self, problem: str, remedy: str) -> str:
-        return f"torchq.{type(self).__name__} of {self.name or '<unnamed>'!r}: {problem}. {remedy}"
+        place = f" of {self.name!r}" if self.name else ""
+        return f"torchq.{type(self).__name__}{place}: {problem}. {remedy}".rstrip()
 
     def _add_buffer(self, name: str, value: Any, dtype: torch.dtype = torch.float32) -> None:
         """Register ``torch.tensor(value)`` as a buffer."""
