@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from torchq.nn import QLSTM
+from torchq.nn.layer import QLayer
 from torchq.serialization.tensor_file import read_tensors, write_tensors
 
 LARGE = 1 << 16  # a gigabyte for two of them, in the smallest dtype
@@ -56,6 +59,66 @@ def test_sizes_that_the_file_has_no_tensors_for(name: str, tmp_path: Path) -> No
     with pytest.raises(ValueError, match="than its tensors allow, got") as error:
         torchq.load(path, nn.Sequential(make()))
     assert str(path) in str(error.value)
+
+
+def test_many_small_layers_take_time_and_memory_by_the_file(tmp_path: Path) -> None:
+    """Layers of the same spec are copies of one; a megabyte takes less than a second of a core."""
+    model = nn.Sequential(nn.Linear(2, 2)).eval()
+    torchq.save(torchq.quantize(model, [torch.rand(4, 2)]), tmp_path / "one")
+    tensors, _ = read_tensors(tmp_path / "one")
+    own = {key: value for key, value in tensors.items() if key.startswith("0.")}
+    many = {f"{i}{key[1:]}": value.clone() for i in range(500) for key, value in own.items()}
+    write_tensors("test", tmp_path / "file", many)
+    large = nn.Sequential(*(nn.Linear(2, 2) for _ in range(500))).eval()
+    start = time.process_time()
+    loaded = torchq.load(tmp_path / "file", large)
+    # 0.5 s on a core of its own
+    assert time.process_time() - start < 3 + (tmp_path / "file").stat().st_size / 1e6
+    for key, value in loaded.state_dict().items():
+        assert torch.equal(value, many[key])
+    buffers = [own.data_ptr() for own in loaded.buffers() if own.numel()]
+    assert len(buffers) == len({*buffers})  # no layer has one of another
+
+
+def _other_layers() -> list[dict[str, Any]]:
+    spec = _spec(nn.Linear(2, 2), torch.rand(4, 2))
+    return [{**spec, "recipe": str(i)} for i in range(1500)]
+
+
+def _other_networks() -> list[dict[str, Any]]:
+    spec = _spec(nn.LSTM(4, 4), torch.rand(3, 2, 4))
+    return [{**spec, "layers": spec["layers"] * 40, "other": i} for i in range(40)]
+
+
+def _experts() -> list[dict[str, Any]]:
+    return [{"class": "QExperts", "version": 1, "experts": 1500} for _ in range(40)]
+
+
+def _spec(layer: nn.Module, x: Tensor) -> dict[str, Any]:
+    qmodel = torchq.quantize(nn.Sequential(layer).eval(), [x])
+    parts = [m for m in qmodel.modules() if isinstance(m, QLayer | QLSTM)]
+    return parts[0].read_spec()
+
+
+@pytest.mark.parametrize("make", [_other_layers, _other_networks, _experts])
+def test_specs_of_more_modules_than_the_file_allows(
+    make: Callable[[], list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    """A short text can ask for many modules, which take a millisecond and 10 KB each."""
+    texts = [json.dumps(spec).encode() for spec in make()]
+    many = {
+        f"{i}.spec": torch.tensor(list(text), dtype=torch.uint8) for i, text in enumerate(texts)
+    }
+    write_tensors("test", tmp_path / "file", many)
+    with pytest.raises(ValueError, match="no more modules than its tensors allow, 1000 and one"):
+        torchq.load(tmp_path / "file", nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_more_tensors_than_loading_takes_are_not_saved(tmp_path: Path) -> None:
+    many = {f"{i}.w": torch.zeros(1) for i in range(50_000)}
+    with pytest.raises(ValueError, match=r"few or large.*got 50000 of 200000 bytes. Save parts"):
+        write_tensors("torchq.save", tmp_path / "file", many)
+    assert not [*tmp_path.iterdir()]
 
 
 class Shared(nn.Module):

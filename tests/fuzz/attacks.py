@@ -411,6 +411,45 @@ def _edit_header(pick: random.Random, path: Path) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
+def attack_index(pick: random.Random, path: Path) -> None:
+    """Puts tensors in files that an index names: elsewhere, linked, missing, or no files."""
+    part = path.with_name("part.safetensors")
+    path.rename(part)
+    names = [*read_tensors(part)[0]]
+    (path.parent / "link.safetensors").symlink_to(pick.choice(["/dev/zero", "/etc/passwd", part]))
+    places = [part.name, part.name, "link.safetensors", f"../{path.parent.name}/{part.name}", "."]
+    places += ["../../../etc/passwd", "/dev/stdin", "", "a" * 5000, "\0", path.name, "config.json"]
+    other: Any = pick.choice([*places, *VALUES])
+    share = pick.choice([0, 0.1, 1])
+    index = {name: other if pick.random() < share else part.name for name in names}
+    if pick.random() < 0.2:
+        index |= {pick.choice([*PATHS, f"{name}.x"]): part.name for name in names}
+    fields = {"metadata": {"total_size": pick.choice(INTS)}, "weight_map": index}
+    path.with_name(f"{path.name}.index.json").write_text(json.dumps(fields))
+
+
+_DEEP = "many levels"
+
+
+def attacked_config(pick: random.Random, text: str, part: str) -> str:
+    """Returns a config.json whose part of quantization says something else."""
+    fields = json.loads(text)
+    own = fields[part]
+    for _ in range(pick.choice([1, 1, 2, 4])):
+        box, key = pick.choice([(fields, part), *(places(own) if isinstance(own, dict) else [])])
+        value: Any = copy.deepcopy(pick.choice([*VALUES, *INTS, *FLOATS, *TEXTS, *NAMES, _DEEP]))
+        for _ in range(pick.choice([0, 0, 1, 90])):
+            value = pick.choice([[value], {pick.choice(NAMES): value}])
+        many = pick.choice([1, 1, 2, 100, 20_000])
+        if many * len(json.dumps([value, fields])) < 1 << 22:
+            value = pick.choice([value, [value] * many, {f"{key}{i}": value for i in range(many)}])
+        if isinstance(box, dict) and pick.random() < 0.3:
+            key = pick.choice([*NAMES, "re:(a+)+$", "auto_map", "_target_", "quant_method"])
+        box[key] = value
+        own = fields[part]
+    return json.dumps(fields).replace(json.dumps(_DEEP), "[" * 3000 + "]" * 3000)
+
+
 _EDITS = *[_edit_text] * 8, _edit_names, _edit_aliases
 _EDITS += _edit_tensor, _edit_metadata  # type: ignore[assignment]
 

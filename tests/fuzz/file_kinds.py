@@ -104,6 +104,10 @@ class Kind:
         assert way != "damage" or type(error) is ValueError, repr(error)
         return "refused"
 
+    def files(self) -> list[Path]:
+        """Returns what is read."""
+        return [self.path]
+
     def excuse(self) -> str:
         """Returns why a crash or memory is a library's own, or ""."""
         return ""

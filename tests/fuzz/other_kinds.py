@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attacks import attack, attack_index, attacked_config
 from file_kinds import Kind
 from mutations import damaged, forge_tensor, forge_text
 from torch import Tensor, nn
@@ -120,7 +121,7 @@ class Pretrained(Kind):
     in tensors of its own, is not judged.
     """
 
-    name, ways, is_own = "pretrained", ("damage", "forge"), False
+    name, is_own = "pretrained", False
     variables = "HF_DEACTIVATE_ASYNC_LOAD", "COLUMNS", "LINES"
     part, method = "quantization_config", "torchq"
 
@@ -133,7 +134,7 @@ class Pretrained(Kind):
         self.content, self.config_text = self.path.read_bytes(), self.config_path.read_text()
         self.quantization = json.loads(self.config_text)[self.part]
         self.tensors = safetensors.load_file(self.path)
-        self.changed = ""
+        self.changed, self.written = "", {*folder.iterdir()}
         self.expected = self.use(self.load())
 
     def save(self) -> None:
@@ -160,11 +161,20 @@ class Pretrained(Kind):
             result: Tensor = loaded(self.x).logits
         return result.clone()
 
+    def files(self) -> list[Path]:
+        return [file for file in self.folder.iterdir() if file.is_file()]
+
     def change(self, pick: random.Random, way: str) -> None:
+        for other in {*self.folder.iterdir()} - self.written:
+            other.unlink()
         self.path.write_bytes(self.content)
         self.config_path.write_text(self.config_text)
         self.changed = pick.choice(["config", "weights"])
-        if self.changed == "config" and way == "damage":
+        if way == "attack" and self.changed == "weights":
+            (attack_index if pick.random() < 0.15 else attack)(pick, self.path)
+        elif way == "attack":
+            self.config_path.write_text(attacked_config(pick, self.config_text, self.part))
+        elif self.changed == "config" and way == "damage":
             self.config_path.write_bytes(damaged(pick, self.config_text.encode()))
         elif self.changed == "config" and pick.random() < 0.2:
             self.config_path.write_text(forge_text(pick, self.config_text))
@@ -223,7 +233,7 @@ class Pretrained(Kind):
     def same_layers(self) -> bool:
         """Returns whether the tensors of quantized layers are as they were."""
         try:
-            found = safetensors.load_file(self.path)
+            found = safetensors.load_file(self.path)  # not there where an index is
         except Exception:
             return False
         layers = tuple(name.removesuffix("spec") for name in self.tensors if name.endswith(".spec"))
@@ -241,9 +251,9 @@ class Pretrained(Kind):
         return "refused by transformers"
 
     def may_differ(self, way: str) -> str:
-        if self.changed == "weights" and way == "forge":
+        if self.changed == "weights" and way != "damage":
             return "another model"
-        return self.excuse()
+        return self.excuse() or ("another model" if way == "attack" else "")
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:

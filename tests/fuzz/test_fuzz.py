@@ -50,7 +50,9 @@ def test_other_files_give_errors_or_the_same_numbers() -> None:
 
 @pytest.mark.slow
 def test_files_of_attackers_give_errors_or_models() -> None:
-    run("fuzz_files.py", "--files=500", "--ways", "attack")
+    own = "weights", "graph", "calibration"
+    run("fuzz_files.py", "--files=500", "--ways", "attack", "--kinds", *own)
+    run("fuzz_files.py", "--files=100", "--ways", "attack", "--kinds", "pretrained", "compressed")
 
 
 @pytest.mark.slow

@@ -13,21 +13,32 @@ _VALUES = 500_000
 _DEPTH = 100
 
 
-def read_json(text: bytes | memoryview) -> Any:
+def read_json(text: bytes | memoryview, nbytes: int = 0) -> Any:
     """Parse a text.
+
+    Args:
+        text: of others.
+        nbytes: of the file, each hundred of which may have one value more.
 
     Raises:
         ValueError: it is no JSON, or has more values or levels than files of torchq have.
     """
     text = bytes(text)
-    brackets = text.count(b"[") + text.count(b"{")
-    values = text.count(b",") + text.count(b":") + brackets
-    if values > _VALUES or (brackets > _DEPTH and _levels(text) > _DEPTH):
+    if has_many_values(text, nbytes) or (_brackets(text) > _DEPTH and _levels(text) > _DEPTH):
         raise ValueError("its text has too many values or levels")
     try:
         return json.loads(str(text, "utf-8"))  # of bytes, json would guess, and import, an encoding
     except RecursionError:
         raise ValueError("its text has too many levels") from None
+
+
+def has_many_values(text: bytes, nbytes: int) -> bool:
+    """Return whether :func:`read_json` refuses a text for the number of its values."""
+    return text.count(b",") + text.count(b":") + _brackets(text) > _VALUES + nbytes // 100
+
+
+def _brackets(text: bytes) -> int:
+    return text.count(b"[") + text.count(b"{")
 
 
 def _levels(text: bytes) -> int:

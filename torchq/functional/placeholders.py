@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of modules that are about to be loaded, within a limit of memory.
+"""Tensors of modules that are about to be loaded, within limits of memory and time.
 
-A few bytes of a file can name large sizes, so what a file's specs ask for is counted.
+A few bytes of a file can name large sizes, and many modules. So what its specs ask for is counted.
 """
 
 from __future__ import annotations
@@ -17,21 +17,49 @@ from torch import Tensor
 
 _left: ContextVar[float] = ContextVar("_left", default=math.inf)
 """Bytes that may still be taken."""
+_modules_left: ContextVar[float] = ContextVar("_modules_left", default=math.inf)
+"""Modules that may still be built."""
+_SLACK = 1000
+"""Modules that the smallest file may have. One takes a millisecond, and a kilobyte of its file."""
+
+OF_A_NAME = 0.25
+"""Share of a module that a name, and a place in a list, is worth."""
 
 
 @contextmanager
 def limited_placeholders(nbytes: int) -> Iterator[None]:
-    """Limit the memory of placeholders in a block.
+    """Limit the memory of placeholders, and the number of modules, in a block.
 
     Args:
-        nbytes: of the file's tensors. Twice as much is allowed, because layers of recurrent
-            networks are built twice, and a megabyte.
+        nbytes: of the file. Twice as much is allowed, because layers of recurrent networks are
+            built twice, and a megabyte; and one module for each thousand.
     """
-    token = _left.set(2 * nbytes + (1 << 20))
+    token, other = _left.set(2 * nbytes + (1 << 20)), _modules_left.set(nbytes // 1000 + _SLACK)
     try:
         yield
     finally:
         _left.reset(token)
+        _modules_left.reset(other)
+
+
+def are_limited() -> bool:
+    """Return whether new modules are to be loaded, so that their values do not matter yet."""
+    return _left.get() < math.inf
+
+
+def count_modules(count: float = 1) -> None:
+    """Count modules against the limit.
+
+    Raises:
+        ValueError: :func:`limited_placeholders` allows less.
+    """
+    left = _modules_left.get() - max(count, 0)
+    if left < 0:
+        raise ValueError(
+            "torchq.load: the file's specs must ask for no more modules than its tensors allow, "
+            f"{_SLACK} and one for each kilobyte, got more. Was it written by torchq.save?"
+        )
+    _modules_left.set(left)
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a state into a graph of many modules.
+"""Loads a state into a model of many modules.
 
 ``nn.Module.load_state_dict`` looks at all names for each module, which takes a minute for 10,000 of
 them. Here each name is looked at once.
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 
 def by_owner(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -21,27 +22,47 @@ def by_owner(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def load_each(
-    graph: nn.Module, state: Mapping[str, Tensor], assign: bool = True
+    model: nn.Module, state: Mapping[str, Tensor], assign: bool = True
 ) -> tuple[list[str], list[str]]:
     """Load a state, as ``load_state_dict(state, strict=False)`` does.
 
     Returns:
-        Names that the state lacks, and names that the graph has no tensor for.
+        Names that the state lacks, and names that the model has no tensor for.
 
     Raises:
         RuntimeError: shapes or dtypes differ.
     """
     missing, unexpected, errors = list[str](), list[str](), list[str]()
-    owned, known = by_owner(state), set[str]()
+    owned, known = by_owner(state), dict[str, nn.Module]()
     metadata: dict[str, object] = {"assign_to_params_buffers": True} if assign else {}
-    for name, module in graph.named_modules(remove_duplicate=False):
-        known.add(name)
-        prefix, own = (f"{name}." if name else ""), dict(owned.get(name, {}))
-        given = dict(metadata), True, missing, unexpected, errors
-        module._load_from_state_dict(own, prefix, *given)
+    for name, module in model.named_modules(remove_duplicate=False):
+        known[name] = module
+        prefix, lacks_none = (f"{name}." if name else ""), list[str]()
+        given = dict(metadata), True, missing, lacks_none, errors
+        if not _looks_around(module):
+            module._load_from_state_dict(dict(owned.get(name, {})), prefix, *given)
+            unexpected += lacks_none
+            continue
+        # It may rename what is below it, and judges names that the modules there know.
+        own = {k: v for part in owned.values() for k, v in part.items() if k.startswith(prefix)}
+        kept = dict(own)
+        module._load_from_state_dict(kept, prefix, *given)
+        if kept.keys() != own.keys():
+            rest = {k: v for p in owned.values() for k, v in p.items() if k not in own}
+            owned = by_owner(rest | kept)
+        unexpected += [key for key in lacks_none if key.rpartition(".")[0] == name]
     unexpected += [key for name, own in owned.items() if name not in known for key in own]
+    for module in reversed(known.values()):
+        for hook in module._load_state_dict_post_hooks.values():
+            hook(module, _IncompatibleKeys(missing, unexpected))
     if errors:
         raise RuntimeError(
-            f"Error(s) in loading state_dict for {type(graph).__name__}: " + "; ".join(errors)
+            f"Error(s) in loading state_dict for {type(model).__name__}: " + "; ".join(errors)
         )
     return missing, unexpected
+
+
+def _looks_around(module: nn.Module) -> bool:
+    """Return whether loading a module may read or change names that are not its own tensors."""
+    own = type(module)._load_from_state_dict.__module__.partition(".")[0]
+    return own not in ("torch", "torchq") or bool(module._load_state_dict_pre_hooks)

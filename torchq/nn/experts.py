@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.functional.placeholders import take
+from torchq.functional.placeholders import OF_A_NAME, count_modules
 from torchq.nn.float_modules import expert_weights
 from torchq.nn.module import QModule
 
@@ -62,7 +62,7 @@ class QExperts(QModule):
     def from_spec(cls, spec: dict[str, Any]) -> QExperts:
         """Return experts whose layers have specs of their own; :meth:`adopt` comes next."""
         count = spec["experts"]
-        take(512 * count)  # names, and places in the lists
+        count_modules(count * 2 * OF_A_NAME)
         return cls([nn.Identity()] * count, [nn.Identity()] * count, None)
 
     def adopt(self, module: nn.Module) -> None:

@@ -14,7 +14,7 @@ from torchq.attributes.post_op import CHANNEL_MASKS, Binary, Eltwise, PReLU
 from torchq.attributes.post_ops import PostOps, post_ops_of
 from torchq.functional.folding import fold
 from torchq.functional.packing import PackedWeight, empty_packed
-from torchq.functional.placeholders import placeholder
+from torchq.functional.placeholders import are_limited, placeholder
 from torchq.nn.module import (
     QModule,
     dtype_from_name,
@@ -192,7 +192,8 @@ class QLayer(QModule):
         )
         self.lookup: QLookup | None = None  # a plain None costs no look-up through nn.Module
         self._add_folded("multiplier", "offset", "post_op_params")
-        self.refold()
+        if not are_limited():
+            self.refold()
 
     def with_lookup(self, lookup: QLookup) -> Self:
         """Apply a table to the destination, in the same op; return the module.
@@ -306,11 +307,13 @@ class QLayer(QModule):
         folded = fold(
             type(self).__name__, self._own_attr(), self.packed(), self.bias, self.dst_dtype
         )
-        self.multiplier = folded.multiplier
-        self.offset = folded.offset
-        self.post_op_params = folded.post_op_params
+        self._buffers.update(  # to assign each takes 30 us
+            multiplier=folded.multiplier,
+            offset=folded.offset,
+            post_op_params=folded.post_op_params,
+            weight_shift=folded.weight_zero_point,
+        )
         self.post_ops = folded.post_ops  # with one scale per channel, a relu became a clip
-        self.weight_shift = folded.weight_zero_point
 
     @classmethod
     def _arguments_from_spec(cls, spec: dict[str, Any]) -> dict[str, Any]:

@@ -97,8 +97,8 @@ class QLinear(QLayer):
 
     def with_recipe(self, note: str) -> Self:
         """Keep what the report says of the source and the weight; return the module."""
-        fields = self.read_spec() | ({"recipe": note} if note else {})
-        self._set_spec(**{key: fields[key] for key in fields.keys() - {"class", "version"}})
+        if note:
+            self._set_spec(**self.read_spec() | {"recipe": note})
         return self
 
     def extra_repr(self) -> str:

@@ -92,8 +92,8 @@ class _QRecurrent(FloatParameters, QModule):
         """Put a float layer in front, for a source that 8 bits do not suit; return the module."""
         self.first, self.input_size = first.float().requires_grad_(False).eval(), first.input_size
         self.num_layers += 1
-        fields = self.read_spec() | {"first": {name: getattr(first, name) for name in _FIRST}}
-        self._set_spec(**{key: fields[key] for key in fields if key not in ("class", "version")})
+        sizes = {name: getattr(first, name) for name in _FIRST}
+        self._set_spec(**self.read_spec() | {"first": sizes})
         return self
 
     @classmethod

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchq.attributes.attr import Attr
 from torchq.attributes.options import Cell
 from torchq.functional.packing import PackedWeight, pack_linear
-from torchq.functional.placeholders import placeholder
+from torchq.functional.placeholders import are_limited, count_modules, placeholder
 from torchq.nn.module import QModule, dtype_from_name, dtype_name, placeholder_qparams
 from torchq.nn.rnn_attr import attr_of
 from torchq.nn.rnn_packing import RecurrentWeight, grouped, ungrouped
@@ -138,7 +138,8 @@ class QRecurrentLayer(QModule):
         ]
         weights = weight_src, weight_state, projection
         self._set_own_spec([0 if w is None else w.scale.numel() for w in weights], src, state)
-        self.refold()
+        if not are_limited():
+            self.refold()
 
     def _set_own_spec(self, weight_scales: list[int], src: QParams | None, state: QParams) -> None:
         """Write the spec; ``weight_scales`` are the numbers of scales of the three weights."""
@@ -246,6 +247,7 @@ class QRecurrentLayer(QModule):
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> "QRecurrentLayer":
         """See the base class."""
+        count_modules()
         inputs, hidden, projection = spec["sizes"]
         directions, gates = spec["directions"], GATES[spec["cell"]]
 

@@ -137,7 +137,7 @@ def load(
         check_type("torchq.load: model", model, nn.Module, "Pass the float model.")
     state = read_state(Path(path), mmap)
     try:
-        with limited_placeholders(sum(value.nbytes for value in state.values())):
+        with limited_placeholders(os.path.getsize(path)):
             return _loaded(state, model, path)
     except ValueError as error:
         if str(path) in str(error):
@@ -169,10 +169,7 @@ def _loaded(
     else:
         loaded, state = _with_class(model, state, path)
     state |= _parameters(loaded, state)
-    if isinstance(loaded, QuantizedGraph):
-        missing, unexpected = load_each(loaded, state)
-    else:  # the model's own one may know other names, and no results
-        missing, unexpected = nn.Module.load_state_dict(loaded, state, strict=False, assign=True)
+    missing, unexpected = load_each(loaded, state)
     if missing or unexpected:
         raise RuntimeError(
             f"torchq.load: {path} and the model must fit together, but the file lacks "

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
-from torchq.functional.placeholders import replaced_placeholders, take
-from torchq.nn.module import QModule, read_spec
+from torchq.functional.placeholders import OF_A_NAME, count_modules, replaced_placeholders
+from torchq.nn.module import QModule, read_spec, text_bytes
 
 State = Mapping[str, Tensor]
 
@@ -35,18 +36,26 @@ def quantized_modules(state: dict[str, Tensor]) -> dict[str, nn.Module]:
     """Return name -> quantized module, from the specs in a state.
 
     Raises:
-        ValueError: a spec is not of torchq, or the specs ask for more memory than the file has.
+        ValueError: a spec is not of torchq, or the specs ask for more than the file allows.
     """
     modules: dict[str, nn.Module] = {}
     made: dict[int, nn.Module] = {}  # of a spec: a module that has several names is one
+    empty: dict[bytes, nn.Module] = {}  # by text: many layers have the same
     # Outer modules first: a quantized module may itself hold one.
     for name in sorted(_with_spec(state), key=lambda name: name.count(".") + bool(name)):
         spec = state[under(name, "spec")]
         module, is_known = made.get(id(spec)), id(spec) in made
         if module is None:
-            with replaced_placeholders():
-                module = made[id(spec)] = build(read_spec(spec))
-            take(_fill(module, state, name))
+            text = text_bytes(spec)
+            if text in empty:
+                count_modules(OF_A_NAME * sum(len(m._modules) for m in empty[text].modules()))
+            else:
+                count_modules()
+                with replaced_placeholders():
+                    empty[text] = _without_values(build(read_spec(spec)))
+            own = empty[text]
+            module = made[id(spec)] = copy.deepcopy(own, {id(own): own for own in own.buffers()})
+            _fill(module, state, name, text)
         outer = outer_of(name, modules)
         if outer is None:
             modules[name] = module
@@ -79,24 +88,21 @@ def _put(outer: nn.Module, name: str, module: nn.Module, is_known: bool) -> None
     setattr(owner, own, module)
 
 
-def _fill(module: nn.Module, state: State, name: str) -> int:
-    """Give a module the tensors of a state, before the next one takes memory for its own.
+def _without_values(module: nn.Module) -> nn.Module:
+    """Return a copy of a module that takes no memory for its tensors."""
+    return copy.deepcopy(module, {id(own): own.to("meta") for own in module.buffers()})
 
-    What does not fit stays for ``load_state_dict`` to refuse.
 
-    Returns:
-        Bytes of placeholders that stay.
-    """
-    stay = sum(own.nbytes for child in module.children() for own in child.buffers())
+def _fill(module: nn.Module, state: State, name: str, text: bytes) -> None:
+    """Give a module of this spec the tensors of a state; loading refuses what does not fit."""
     for key, own in module._buffers.items():
-        if own is None or key == "spec" or key in module._non_persistent_buffers_set:
-            continue
         given = state.get(under(name, key))
-        if given is not None and (own.shape, own.dtype) == (given.shape, given.dtype):
+        if own is None or given is None or key in module._non_persistent_buffers_set:
+            continue
+        if key == "spec" and text != module._spec_text.encode():  # type: ignore[operator,union-attr]
+            continue
+        if (own.shape, own.dtype) == (given.shape, given.dtype):
             module._buffers[key] = given
-        else:
-            stay += own.nbytes
-    return stay
 
 
 def build(spec: dict[str, object]) -> QModule:

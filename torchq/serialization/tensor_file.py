@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchq.attributes.json_text import read_json
+from torchq.attributes.json_text import has_many_values, read_json
 from torchq.serialization.files import write_file
 
 _DTYPES = {
@@ -57,6 +57,7 @@ def write_tensors(
     Raises:
         NotImplementedError: the format has no such dtype.
         OSError: the file cannot be written.
+        ValueError: there are more tensors than :func:`read_tensors` takes from such a file.
     """
     header: dict[str, Any] = {
         _METADATA: {**_RELEASE_0_1, _VERSION: str(_LATEST), **(metadata or {})}
@@ -75,6 +76,11 @@ def write_tensors(
         header[name] = {**entry, "data_offsets": [start, end]}
     header[_METADATA][_DIGESTS[str(_LATEST)]] = _digest(header, views, _sums)
     text = json.dumps(header, separators=(",", ":")).encode()
+    if has_many_values(text, end):
+        raise ValueError(
+            f"{op}: tensors must be few or large, so that reading them takes no more memory than "
+            f"SECURITY.md says, got {len(tensors)} of {end} bytes. Save parts of the model."
+        )
     text += b" " * (-(8 + len(text)) % _ALIGNED)
     write_file(op, path, [len(text).to_bytes(8, "little"), text, *views])
 
@@ -178,7 +184,7 @@ def _header(file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
     if not 2 <= length <= size - 8:
         raise ValueError("it has no header of safetensors, or ends within it")
     try:
-        header = read_json(file.read(length))
+        header = read_json(file.read(length), size)
         metadata = header.get(_METADATA, {})
         texts = [*metadata, *metadata.values()]
         formed = all(isinstance(text, str) for text in texts) and all(
