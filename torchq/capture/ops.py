@@ -51,7 +51,7 @@ NOT_FINITE = "its constant is not finite"
 
 @dataclass(frozen=True, eq=False)
 class Recognized:
-    """What a call is: what computes it in float, and the nodes it reads.
+    """Role of a call, with the module that computes it in float and the nodes it reads.
 
     Attributes:
         role: see Role.

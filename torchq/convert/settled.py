@@ -138,7 +138,7 @@ class Apart:
 
 @dataclass(frozen=True, eq=False)
 class Settled:
-    """What a calibrated graph is lowered by.
+    """Parameters, factors and notes by which a calibrated graph is lowered.
 
     Attributes:
         seen: what was recorded, with the plan.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What calibration is to record of the values of a graph."""
+"""Names the values of a graph that calibration records, and makes their recorders."""
 
 from __future__ import annotations
 
