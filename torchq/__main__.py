@@ -43,7 +43,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def doctor(args: argparse.Namespace) -> int:
     """Say what torchq found here, and run every tier once against the reference."""
     wrong = _wrong_tiers()
-    facts: dict[str, Any] = {
+    facts: dict[str, object] = {
         "torchq": torchq.__version__,
         "python": platform.python_version(),
         "glibc": platform.libc_ver()[1] or "none",
@@ -132,7 +132,7 @@ def bench(args: argparse.Namespace) -> int:
     positional, keywords = split_inputs(data[0])
     if not keywords:
         with torch.inference_mode():
-            traced: Any = torch.jit.trace(qmodel, positional)  # type: ignore[no-untyped-call]
+            traced: object = torch.jit.trace(qmodel, positional)
             models["int8, frozen TorchScript"] = torch.jit.freeze(traced)
     print(torchq.milliseconds(models, data[0]))
     return 0

@@ -23,13 +23,13 @@ from torchq.runtime.stand_ins import check_as_op
 __all__ = ["LIBRARY_PATH"]
 
 
-def _register(name: str, kernel: Callable[..., Any]) -> None:
+def _register(name: str, kernel: Callable[..., object]) -> None:
     """Register the fake kernel of ``torchq::<name>``."""
     arguments = getattr(torch.ops.torchq, name).default._schema.arguments
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
     needed = inspect.signature(kernel).parameters
 
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: object, **kwargs: object) -> Any:
         refuse_onnx_export()
         given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
         _check_devices(name, given)
@@ -40,7 +40,7 @@ def _register(name: str, kernel: Callable[..., Any]) -> None:
     torch.library.register_fake(f"torchq::{name}", checked)
 
 
-def _check_devices(name: str, given: Mapping[str, Any]) -> None:
+def _check_devices(name: str, given: Mapping[str, object]) -> None:
     """Refuse CPU sources with meta tensors: dst would be on the CPU, and nothing written to it."""
     devices: dict[bool, list[str]] = {False: [], True: []}
     on_meta: list[bool] = []

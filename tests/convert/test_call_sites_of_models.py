@@ -97,6 +97,6 @@ def test_copies_take_their_source_with_them() -> None:
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     assert kept() > before
     for copied in copies:
-        assert "_torchq_site_0(" in inspect.getsource(graph_of(copied)._direct)
+        assert "_site(getitem" in inspect.getsource(graph_of(copied)._run)
     del copies, copied
     assert kept() <= before  # less where another test's models went

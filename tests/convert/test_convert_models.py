@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import torchq
 import torchq.nn as tnn
 from torchq import QConfig
-from torchq.graphs.module import CHECK
+from torchq.graphs.direct import CHECK
 from torchq.quantization.ranges import activation_range
 
 pytestmark = pytest.mark.usefixtures("one_thread")

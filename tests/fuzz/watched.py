@@ -14,7 +14,7 @@ from typing import Any
 _HARMLESS = {"builtins.id", "object.__getattr__", "object.__setattr__", "object.__delattr__"}
 _HARMLESS |= {"sys._getframe", "mmap.__new__"}
 """Events of Python without an effect outside of the process."""
-_CODE = re.compile(r"<torchq graph \d+>|<torchq guards>|<eval_with_key>\.\d+")
+_CODE = re.compile(r"<torchq guards>|<eval_with_key>\.\d+")
 """Files of the code that torchq and torch.fx write of graphs and guards."""
 _PARSED = "<unknown>"
 """File of what ``ast.parse`` reads: the text of guards, which nothing runs."""

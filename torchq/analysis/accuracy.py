@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from torchq.convert.prepared import Prepared
 from torchq.convert.swap.checks import check_prepared
-from torchq.models.attached import computing_modules, graphs_of, watching
+from torchq.models.attached import computing_modules, graphs_of
+from torchq.models.hooks import watching
 from torchq.models.inputs import Inputs, batches, call, decibels, float_tensors
 from torchq.models.state import as_before
 from torchq.nn.module import QModule
@@ -53,7 +54,7 @@ class Noise:
         return decibels(self.signal, self.noise) if self.values else math.nan
 
 
-def sqnr(expected: Any, got: Any) -> float:
+def sqnr(expected: object, got: object) -> float:
     """Signal-to-quantization-noise ratio: ``10 log10(sum(expected^2) / sum((expected - got)^2))``.
 
     Args:
@@ -88,7 +89,7 @@ def noise_of(pairs: Iterable[tuple[Tensor, Tensor]]) -> Noise:
     return noise
 
 
-def pairs_of(expected: Any, got: Any) -> list[tuple[Tensor, Tensor]]:
+def pairs_of(expected: object, got: object) -> list[tuple[Tensor, Tensor]]:
     """Return the float tensors of two results of one structure."""
     ones, others = float_tensors(expected), float_tensors(got)
     shapes = [tuple(x.shape) for x in ones], [tuple(x.shape) for x in others]
@@ -168,7 +169,7 @@ def compare(prepared: nn.Module, qmodel: nn.Module, data: Iterable[Inputs]) -> A
     check_prepared("compare", prepared)
     original = without_observers(prepared)
     floats = float_layers(original)
-    kept: dict[str, list[Any]] = {}  # of each call
+    kept: dict[str, list[object]] = {}  # of each call
     noises: dict[str, Noise] = {}
 
     def keep(name: str, module: nn.Module, args: object, dst: Any) -> None:
@@ -202,7 +203,7 @@ def compare(prepared: nn.Module, qmodel: nn.Module, data: Iterable[Inputs]) -> A
     return Accuracy(output.decibels, tuple(layers))
 
 
-def _first(dst: Any) -> Any:
+def _first(dst: Any) -> object:
     """Return the first of several results: of a recurrent module, its output."""
     while isinstance(dst, tuple):
         dst = dst[0]

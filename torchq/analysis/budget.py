@@ -13,7 +13,7 @@ from torch import nn
 
 from torchq.analysis.explanation import explain
 from torchq.analysis.sensitivities import NothingInt8, sensitivity
-from torchq.attributes.options import RECIPES
+from torchq.attributes.options import RECIPES, RecipeName
 from torchq.convert.api import quantize
 from torchq.models.inputs import Inputs, Model, batches
 from torchq.quantization.config import Overrides, QConfig
@@ -109,8 +109,8 @@ def tune(
             "Score by labels, say: the SQNR of the float model beside itself is infinite."
         )
 
-    def tried(recipe: str, in_float: tuple[str, ...]) -> Tuned[Model] | None:
-        chosen = replace(config, recipe=recipe)  # type: ignore[arg-type]
+    def tried(recipe: RecipeName, in_float: tuple[str, ...]) -> Tuned[Model] | None:
+        chosen = replace(config, recipe=recipe)
         kept = overrides | dict.fromkeys(map(escape, in_float))
         quantized = quantize(model, data, example, chosen, kept)
         last[:] = [quantized]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
@@ -184,7 +183,7 @@ class Explanation:
 
     def _alike(self) -> list[list[Row]]:
         """Rows of one line of code that share their fate."""
-        found: dict[Any, list[Row]] = {}
+        found: dict[object, list[Row]] = {}
         for row in self.rows:
             reason = re.sub(r"_\d+\b", "", row.reason)  # of what it was fused into
             alike = row.first or row.name, row.quantized, reason

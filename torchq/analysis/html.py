@@ -11,7 +11,6 @@ from functools import partial
 from html import escape
 from importlib import resources
 from string import Template
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,8 @@ from torchq.analysis.accuracy import (
 from torchq.analysis.explanation import explain
 from torchq.analysis.speed import LayerTime, Profile, profile
 from torchq.analysis.timing import UNSTEADY
-from torchq.models.attached import computing_modules, watching
+from torchq.models.attached import computing_modules
+from torchq.models.hooks import watching
 from torchq.models.inputs import Inputs, batches, call
 from torchq.nn.module import QModule
 from torchq.report.rows import NOT_CALLED, Row
@@ -304,7 +304,7 @@ def _histograms(prepared: nn.Module, qmodel: nn.Module, batch: Inputs) -> dict[s
     quantized = {n: m for n, m in computing_modules(qmodel).items() if isinstance(m, QModule)}
     found: dict[str, str] = {}
 
-    def look(name: str, module: nn.Module, args: object, dst: Any) -> None:
+    def look(name: str, module: nn.Module, args: object, dst: object) -> None:
         if isinstance(dst, Tensor) and dst.numel() and bool(dst.isfinite().all()):
             low, high = (float(v) for v in dst.aminmax())
             counts = torch.histc(dst.float(), _BINS, low, high).tolist()

@@ -16,7 +16,8 @@ from torch import nn
 from torchq.analysis import timing
 from torchq.analysis.explanation import explain
 from torchq.analysis.timing import UNSTEADY, Speedup, Times, crowded, measure
-from torchq.models.attached import computing_modules, watching
+from torchq.models.attached import computing_modules
+from torchq.models.hooks import watching
 from torchq.models.inputs import Inputs, split_inputs
 from torchq.models.state import as_before
 from torchq.models.trees import copied

@@ -83,10 +83,12 @@ def load_calibration(
     # these only refine what ranges decide; the first files of 0.1 lack them
     for name in kinds.keys() - given:
         observer = own[name]
-        refines = isinstance(observer, PerChannelMinMaxObserver) and ".channels." in f".{name}"
-        if isinstance(observer, RowPowers) or refines:
+        of_channels = ".channels." in f".{name}"
+        if isinstance(observer, RowPowers) or (
+            isinstance(observer, PerChannelMinMaxObserver) and of_channels
+        ):
             own.pop(name)
-            observer.forget()  # type: ignore[operator]
+            observer.forget()
     kinds = {name: kinds[name] for name in own}
     given = {
         name: text for name, text in given.items() if name in own or not _unused(prepared, name)

@@ -362,7 +362,7 @@ def join_fields(name: str, *fields: tuple[str, str]) -> str:
     return ":".join([name, *(text for text, _ in kept)])
 
 
-_READERS: dict[str, Callable[[str, str], Any]] = {
+_READERS: dict[str, Callable[[str, str], object]] = {
     "scale": parse_float,
     "shift": parse_float,
     "alpha": parse_float,
@@ -381,7 +381,7 @@ _READERS: dict[str, Callable[[str, str], Any]] = {
 
 def read_fields(
     op: str, position: int, token: str, names: Sequence[str], required: int = 0
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Read ``<head>:<field>:...`` by the fields' names; the first ``required`` must be there."""
     (_, head), *parts = split_at(token, ":", position)
     if not required <= len(parts) <= len(names):

@@ -329,7 +329,7 @@ class Attr:
             return "".join(param.text() for param in params.values())
         return "+".join(f"{arg}:{params[arg].text()}" for arg in sort_args(params))
 
-    def _key(self) -> tuple[Any, ...]:
+    def _key(self) -> tuple[object, ...]:
         params = sorted(self._params.items(), key=lambda item: item[0])
         return str(self), self._post_ops, *(content(param.values) for _, param in params)
 

@@ -24,7 +24,7 @@ ObserverName: TypeAlias = Literal["minmax", "moving_average", "percentile", "his
 """Recorders of the ranges of activations."""
 RecipeName: TypeAlias = Literal["fast", "accurate", "best"]
 """What accuracy may cost."""
-RECIPES: tuple[str, ...] = get_args(RecipeName)
+RECIPES: tuple[RecipeName, ...] = get_args(RecipeName)
 SrcRange: TypeAlias = Literal["per_tensor", "per_row"]
 """Values that share one scale of a dynamic layer's source."""
 Tier: TypeAlias = Literal["reference", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "amx"]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -323,7 +322,7 @@ class PostOps:
         for op in self._sums():
             check_zero_point(where, op.zero_point, op.dtype or dst_dtype)
 
-    def _key(self) -> tuple[Any, ...]:
+    def _key(self) -> tuple[object, ...]:
         return str(self), *(content(value) for _, value in self._operands())
 
     def __len__(self) -> int:

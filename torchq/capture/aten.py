@@ -63,7 +63,7 @@ class _Plain:
         self.env: dict[fx.Node, Any] = {}
         self.values: dict[fx.Node, Any] = {}  # on the example; see _forget
         self.holders = Counter[fx.Node]()  # nodes of the program that have a value
-        self.texts: dict[Any, str] = {}  # of sizes: sympy takes long to print one
+        self.texts: dict[object, str] = {}  # of sizes: sympy takes long to print one
         self.held: dict[str, fx.Node] = {}
         self.modules = dict(model.named_modules())
         self.names = _argument_names(exported, model)
@@ -163,7 +163,7 @@ class _Plain:
             made.meta["parameters"] = frozenset({target.removeprefix(PREFIX)})
         return self.held[target]
 
-    def _attribute(self, target: str, module: nn.Module) -> Any:
+    def _attribute(self, target: str, module: nn.Module) -> object:
         value = operator.attrgetter(target)(module)
         if isinstance(value, nn.Module):
             return value
@@ -363,7 +363,7 @@ class _Plain:
             made.meta.update(constant=value, parameters=parameters_of(made))
         return made
 
-    def _text(self, size: Any) -> str:
+    def _text(self, size: object) -> str:
         key = size.node.expr if isinstance(size, torch.SymInt) else size
         if key not in self.texts:
             self.texts[key] = str(size)

@@ -17,7 +17,7 @@ def _identifier(name: str) -> str:
     return f"_{name.replace('.', '_')}"
 
 
-NAMES: dict[str, Any] = {_identifier(name): function for name, function in FUNCTIONS.items()}
+NAMES: dict[str, object] = {_identifier(name): function for name, function in FUNCTIONS.items()}
 NAMES |= {"_math_inf": float("inf"), "_math_nan": float("nan")}
 """Functions and constants of :meth:`Condition.source`, by their names there."""
 

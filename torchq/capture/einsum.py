@@ -74,7 +74,7 @@ class _Product:
         whole = whole if kept else self._split(whole, n, many_rows)
         return self._permuted(whole, batch + rows + columns, list(result))
 
-    def _size(self, i: int, node: fx.Node, dim: int) -> Any:
+    def _size(self, i: int, node: fx.Node, dim: int) -> object:
         shape, varying = self.known[i]
         return self.emit(_ATEN.sym_size.int, node, dim) if varying else shape[dim]
 

@@ -28,6 +28,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from torchq.capture.condition import Condition
+from torchq.capture.likeness import Argument
 from torchq.capture.one_call import FakeFunctions, as_fake_calls, as_one_call
 from torchq.capture.terms import Size
 from torchq.models.inputs import float_tensors
@@ -43,21 +44,6 @@ _MUTATIONS = ("BUFFER_MUTATION", "USER_INPUT_MUTATION", "PARAMETER_MUTATION")
 
 class CaptureError(ValueError):
     """The module cannot be captured; the message says why."""
-
-
-@dataclass(frozen=True)
-class Argument:
-    """A tensor that a graph takes.
-
-    Attributes:
-        index: position among the leaves of ``(args, kwargs)``.
-        dtype: of the example.
-        shape: a size, or None where it is dynamic, for each dimension.
-    """
-
-    index: int
-    dtype: torch.dtype
-    shape: tuple[int | None, ...]
 
 
 @dataclass
@@ -168,7 +154,7 @@ def _why_not(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return ""
 
 
-def _is_users(hook: Any) -> bool:
+def _is_users(hook: object) -> bool:
     """Return False for hooks that a library makes in its models, and that a graph does without."""
     module = getattr(hook, "__module__", None) or ""
     return not module.startswith(("torch.", "transformers.", "torchq.qat."))
@@ -185,7 +171,7 @@ def _why_unknown(does: str, values: Any) -> str:
     return ""
 
 
-def _is_constant(leaf: Any) -> bool:
+def _is_constant(leaf: object) -> bool:
     """Return whether a graph may hold a value that is no tensor as a constant."""
     numbers = (bool, int, float, torch.Size)
     kinds = (Tensor, *numbers, str, torch.dtype, torch.device, enum.Enum, type(None))

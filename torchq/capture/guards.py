@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which calls of a module take its graph: conditions on arguments, made into a function."""
+"""Tells which calls of a module take its graph, and why another one does not."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchq.capture.condition import NAMES, Condition, by_size
-from torchq.capture.exported import Argument, Exported
+from torchq.capture.chooser import chooser, is_led, leaders
+from torchq.capture.condition import Condition, by_size
+from torchq.capture.exported import Exported
+from torchq.capture.likeness import Argument, equal, is_neutral, is_tensor, tensors_of, without
 from torchq.capture.terms import Size
 from torchq.models.trees import opened
 
@@ -59,7 +59,7 @@ class Example:
         more = exported.guards, values, structure, limits, exported.lines, exported.neutral
         return cls(type(module), exported.arguments, *more)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Example:
+    def __deepcopy__(self, memo: dict[int, object]) -> Example:
         """Return itself: nothing changes it."""
         return self
 
@@ -70,10 +70,11 @@ class Example:
 
     def options(self, name: str, value: Any) -> Any:
         """Return keywords without neutral ones, if ``name`` is ``**kwargs``; else the value."""
-        keywords = self._kind(name) is inspect.Parameter.VAR_KEYWORD
-        return _without(self.neutral, value) if keywords else value
+        keywords = self.kind(name) is inspect.Parameter.VAR_KEYWORD
+        return without(self.neutral, value) if keywords else value
 
-    def _kind(self, name: str) -> Any:
+    def kind(self, name: str) -> object:
+        """Return the kind of a parameter."""
         return self.signature.parameters[name].kind
 
     def restore(self) -> Callable[[Any], Any]:
@@ -86,26 +87,24 @@ class Example:
     def chooser(self, traced: bool = False) -> Callable[..., tuple[Tensor, ...] | None]:
         """Return a function with the module's signature: the graph's tensors, or None."""
         guards = self.guards if traced else [*self.guards, *self.limits]
-        source, names = _source(replace(self, guards=guards))
-        exec(compile(source, "<torchq guards>", "exec", dont_inherit=True), names)
-        return names["choose"]  # type: ignore[no-any-return]
+        return chooser(replace(self, guards=guards))
 
     def describe(self) -> list[str]:
         """Return the conditions as text, as ``x is float32 of shape [any, 8]``."""
-        labels, leaders = self._labels(), _leaders(self)
+        labels, first = self._labels(), leaders(self)
         ranges, several = by_size((*self.guards, *self.limits))
         tensors = []
         for i, (label, argument) in enumerate(zip(labels, self.arguments, strict=True)):
             known = [size if size is not None else ranges.get(Size(i, d), "any")
                      for d, size in enumerate(argument.shape)]  # fmt: skip
-            same = leaders[i] != i
-            shape = f"the shape of {labels[leaders[i]]}" if same else f"shape {_sizes(known)}"
+            same = first[i] != i
+            shape = f"the shape of {labels[first[i]]}" if same else f"shape {_sizes(known)}"
             tensors.append(f"{label} is {str(argument.dtype).removeprefix('torch.')} of {shape}")
-        sizes = [guard.words(_label(labels)) for guard in several if not _is_led(guard, leaders)]
+        sizes = [guard.words(_label(labels)) for guard in several if not is_led(guard, first)]
         others = [
             f"{name} is {_brief(value)}"
             for name, value in self.values.items()
-            if value and not _tensors_of(value)
+            if value and not tensors_of(value)
         ]
         return [*tensors, *others, *dict.fromkeys(sizes)]
 
@@ -118,7 +117,7 @@ class Example:
         bound.apply_defaults()
         shapes: dict[int, Any] = {}
         for name, value in list(bound.arguments.items())[1:]:
-            if _is_neutral(self.neutral, name, value):
+            if is_neutral(self.neutral, name, value):
                 continue
             expected = self.options(name, self.values[name])
             if reason := self._why_other(name, expected, self.options(name, value), shapes):
@@ -132,7 +131,7 @@ class Example:
                 return f"the graph takes calls where {wanted}, but {got}{line}"
         return "its arguments are of other kinds than those of the example inputs"
 
-    def why_array(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    def why_array(self, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
         """Return the mistake where a call gave an array in place of a tensor, or ""."""
         try:
             bound = self.signature.bind(None, *args, **kwargs)
@@ -149,7 +148,7 @@ class Example:
     def _why_other(self, name: str, expected: Any, value: Any, shapes: dict[int, Any]) -> str:
         if not isinstance(expected, Argument):
             return self._why_constant(name, expected, value, shapes)
-        if type(value) is not Tensor and not _is_tensor(value):
+        if type(value) is not Tensor and not is_tensor(value):
             return f"its argument '{name}' is {_brief(value)}, not a plain tensor"
         index = self.arguments.index(expected)
         shapes[index] = value.shape
@@ -170,7 +169,7 @@ class Example:
     def _why_constant(self, name: str, expected: Any, value: Any, shapes: dict[int, Any]) -> str:
         before, structure = pytree.tree_flatten(opened(expected))
         if not any(isinstance(leaf, Argument) for leaf in before):
-            if _equal(value, expected):
+            if equal(value, expected):
                 return ""
             if type(value) is type(expected) is dict:
                 return self._why_entry(name, expected, value)
@@ -183,9 +182,9 @@ class Example:
 
     def _why_entry(self, name: str, expected: dict[Any, Any], value: dict[Any, Any]) -> str:
         """Return which entry of a dict, such as that of ``**kwargs``, is not the example's."""
-        keys = [k for k in value if k not in expected or not _equal(value[k], expected[k])]
+        keys = [k for k in value if k not in expected or not equal(value[k], expected[k])]
         key = (keys or [k for k in expected if k not in value])[0]
-        star = self._kind(name) is inspect.Parameter.VAR_KEYWORD
+        star = self.kind(name) is inspect.Parameter.VAR_KEYWORD
         label = f"its argument '{key}'" if star else f"{key!r} of its argument '{name}'"
         if key not in value:
             return f"{label} is missing"
@@ -194,7 +193,7 @@ class Example:
 
     def _labels(self) -> list[str]:
         """Return how the caller names each tensor: ``input_ids``, ``batch['x']``."""
-        found: dict[Any, str] = {}
+        found: dict[object, str] = {}
         for name, value in self.values.items():
             try:
                 pairs = pytree.tree_flatten_with_path(opened(value))[0]
@@ -204,176 +203,6 @@ class Example:
                 if isinstance(leaf, Argument):
                     found[leaf] = f"{name}{pytree.keystr(path)}"
         return [found[argument] for argument in self.arguments]
-
-
-def _source(example: Example) -> tuple[str, dict[str, Any]]:
-    """Return the source of :meth:`Example.chooser`, and what the source refers to."""
-    # with underscores: a parameter may be named s1 or max
-    names: dict[str, Any] = {
-        **NAMES,
-        "_Tensor": Tensor,
-        "_len": len,
-        "_ArithmeticError": ArithmeticError,
-    }
-    names |= {"_flat": _flat, "_equal": _equal, "_is_tensor": _is_tensor}
-    head, parts, others = _parameters(example, names), [], []
-    given: dict[Argument, str] = {}
-    for name, value in example.values.items():
-        expected = names[f"_expected_{name}"] = example.options(name, value)
-        found = _tensors_of(expected)
-        text, kind = name, example._kind(name)
-        if example.neutral and kind is inspect.Parameter.VAR_KEYWORD:
-            names[f"_without_{name}"] = functools.partial(_without, example.neutral)
-            text = f"({name} and _without_{name}({name}))"
-        if isinstance(expected, Argument):
-            given[expected] = name
-        elif found:
-            names[f"_expected_{name}"] = pytree.tree_flatten(opened(expected))
-            parts.append(f"(_f_{name} := _flat({text}, *_expected_{name})) is not None")
-            given |= {argument: f"_f_{name}[{i}]" for i, argument in enumerate(found)}
-        elif not expected and kind in (
-            inspect.Parameter.VAR_POSITIONAL,
-            inspect.Parameter.VAR_KEYWORD,
-        ):
-            others.append(f"not {text}")
-        else:
-            plain = expected is None or isinstance(expected, bool)
-            first = f"{name} is {expected}" if plain else f"_equal({text}, _expected_{name})"
-            neutral = [f"{name} is {value}" for value in example.neutral.get(name, ())]
-            others.append(f"({' or '.join([first, *neutral])})")
-    texts = [given[argument] for argument in example.arguments]
-    conditions = [*others, *parts, *_on_tensors(example, texts, names)]
-    return (
-        f"def choose({head}):\n"
-        "    try:\n"
-        f"        if {' and '.join(conditions)}:\n"
-        f"            return ({', '.join(texts)},)\n"
-        "    except _ArithmeticError:\n"  # of a condition that cannot be computed: 5 % 0
-        "        pass\n"
-    ), names
-
-
-def _parameters(example: Example, names: dict[str, Any]) -> str:
-    """Return the parameters of the module's forward, whose defaults are ``names`` then."""
-    head = []
-    parameters = list(example.signature.parameters.values())[1:]
-    star = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    for p in parameters:
-        if p.kind is p.KEYWORD_ONLY and not star:
-            head.append("*")
-            star = True
-        stars = "*" * (p.kind is p.VAR_POSITIONAL) + "**" * (p.kind is p.VAR_KEYWORD)
-        default = "" if p.default is p.empty else f"=_default_{p.name}"
-        names[f"_default_{p.name}"] = p.default
-        head.append(f"{stars}{p.name}{default}")
-    return ", ".join(head)
-
-
-def _on_tensors(example: Example, texts: list[str], names: dict[str, Any]) -> list[str]:
-    """Conditions on class, shape and dtype of the tensors ``texts``, and torch's guards.
-
-    Whole shapes that are equal in every call are compared at once: reading one size takes as long.
-    """
-    leaders, conditions = _leaders(example), []
-
-    def name(size: Size) -> str:
-        return f"_s{leaders[size.tensor]}[{size.dim}]"
-
-    for i, (text, argument) in enumerate(zip(texts, example.arguments, strict=True)):
-        conditions.append(f"({text}.__class__ is _Tensor or _is_tensor({text}))")
-        if leaders[i] != i:
-            conditions.append(f"{text}.shape == _s{leaders[i]}")
-        else:
-            conditions.append(f"_len(_s{i} := {text}.shape) == {len(argument.shape)}")
-            sizes = enumerate(argument.shape)
-            conditions += [f"_s{i}[{d}] == {size}" for d, size in sizes if size is not None]
-        names[f"_dtype_{i}"] = argument.dtype
-        conditions.append(f"{text}.dtype is _dtype_{i}")
-    for guard in example.guards:
-        text = f"({guard.source(name)})"
-        if text not in conditions and not _is_led(guard, leaders):
-            conditions.append(text)
-    return conditions
-
-
-def _leaders(example: Example) -> list[int]:
-    """Return, for each tensor, the first one that has the same shape in every call."""
-    same: dict[Size, Size] = {}
-
-    def first(size: Size) -> Size:
-        while size in same:
-            size = same[size]
-        return size
-
-    for guard in example.guards:
-        if (pair := guard.equal_sizes) is not None:
-            a, b = sorted(map(first, pair))
-            if a != b:
-                same[b] = a
-    shapes = [
-        [first(Size(i, d)) if size is None else size for d, size in enumerate(argument.shape)]
-        for i, argument in enumerate(example.arguments)
-    ]
-    return [shapes.index(shape) for shape in shapes]
-
-
-def _is_led(guard: Condition, leaders: list[int]) -> bool:
-    """Return whether a guard says of two shapes that are equal in every call that they are."""
-    pair = guard.equal_sizes
-    if pair is None:
-        return False
-    return leaders[pair[0].tensor] == leaders[pair[1].tensor] and pair[0].dim == pair[1].dim
-
-
-def _is_neutral(neutral: Mapping[str, list[Any]], name: str, value: Any) -> bool:
-    return any(value is known for known in neutral.get(name, ()))
-
-
-def _without(neutral: Mapping[str, list[Any]], keywords: dict[str, Any]) -> dict[str, Any]:
-    """Return keywords without neutral ones."""
-    return {k: v for k, v in keywords.items() if not _is_neutral(neutral, k, v)}
-
-
-def _is_tensor(value: Any) -> bool:
-    """Return True for a parameter, and for a tensor of torch.export or torch.compile."""
-    if type(value) is nn.Parameter:
-        return True
-    return isinstance(value, Tensor) and torch.compiler.is_compiling()
-
-
-def _tensors_of(value: Any) -> list[Argument]:
-    """Return the tensors in what the example gave for one parameter."""
-    return [leaf for leaf in pytree.tree_leaves(opened(value)) if isinstance(leaf, Argument)]
-
-
-def _flat(value: Any, before: list[Any], structure: Any) -> list[Any] | None:
-    """Return the tensors of a value that holds the same as the example's, else None."""
-    leaves, spec = pytree.tree_flatten(value)
-    if spec != structure:
-        leaves, spec = pytree.tree_flatten(opened(value))
-        if spec != structure:
-            return None
-    tensors = []
-    for leaf, known in zip(leaves, before, strict=True):
-        if isinstance(known, Argument):
-            tensors.append(leaf)
-        elif not _equal(leaf, known):
-            return None
-    return tensors
-
-
-def _equal(value: Any, expected: Any) -> bool:
-    """Return True where a value that is no tensor is that of the example, and of its class."""
-    if value is expected:
-        return True
-    if type(value) is not type(expected):
-        return False
-    if isinstance(value, tuple | list):
-        return len(value) == len(expected) and all(map(_equal, value, expected))
-    try:
-        return bool(value == expected)
-    except Exception:  # of a class that does not compare
-        return False
 
 
 def _is_plain(spec: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import fx
 
@@ -54,7 +54,7 @@ def _is_average(op: Op) -> bool:
 def _positions(op: Op) -> int:
     """Return how many positions each result of an average sums."""
     before, after = (shape_of(node)[2:] for node in (op.srcs[0], op.node))
-    kernel: Any = getattr(op.module, "kernel_size", None)
+    kernel: object = getattr(op.module, "kernel_size", None)
     if kernel is None:
         return math.prod(before) // max(math.prod(after), 1)
     return math.prod(kernel if isinstance(kernel, tuple | list) else (kernel,) * len(after))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -18,12 +17,12 @@ from torchq.nn.float_modules import Cat
 # Combining
 
 
-def _number(value: Any) -> bool:
+def _number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def binary(
-    module: type[nn.Module] | None, function: Callable[..., Any]
+    module: type[nn.Module] | None, function: Callable[..., object]
 ) -> Callable[[Arguments], Recognized | str]:
     """Two tensors combine; a tensor and a number are a function of the tensor."""
 
@@ -63,7 +62,7 @@ def binary(
 
 
 def _affine(
-    function: Callable[..., Any], other: Tensor, position: int
+    function: Callable[..., object], other: Tensor, position: int
 ) -> tuple[Tensor, Tensor] | None:
     """(scale, shift), if a function of a tensor at ``position`` and a constant is linear."""
     value = other.detach().double()

@@ -7,7 +7,6 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -146,7 +145,7 @@ def conv(cls: type[nn.Module]) -> Callable[[Arguments], Recognized | str]:
     return make
 
 
-def _spread(value: Any, dims: int) -> Any:
+def _spread(value: object, dims: int) -> object:
     """One value per spatial dim, or a word."""
     if isinstance(value, str):
         return value

@@ -22,7 +22,7 @@ _OPTIONS = {"output_attentions": False, "output_hidden_states": False, "return_d
 
 def neutral_options(
     module: nn.Module, exported: Exported, calls: Iterable[Sequence[Tensor]]
-) -> dict[str, list[Any]]:
+) -> dict[str, list[object]]:
     """Return options, and values of them that change nothing in a captured call.
 
     The module itself decides: it is called with the usual values of all, and with None for all.
@@ -43,7 +43,7 @@ def neutral_options(
     }
     for tensors in calls if usual else ():
         args, kwargs = exported.call(tensors)
-        found: dict[str, list[Any]] = {}
+        found: dict[str, list[object]] = {}
         with contextlib.suppress(Exception):  # of the module's own code
             expected = _result(module, args, kwargs)
             others = {name: value for name, value in kwargs.items() if name not in usual}

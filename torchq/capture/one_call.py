@@ -22,8 +22,8 @@ from torchq.nn.fake_scales import is_fake, is_watcher
 
 RECURRENT = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 
-_library = torch.library.Library("torchq_capture", "DEF")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
+_library = torch.library.Library("torchq_capture", "DEF")
+_library.define(
     "recurrent(Tensor[] srcs, str name, str kind, int hidden, int projected, int layers, "
     "int directions, bool batch_first) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
@@ -86,14 +86,14 @@ _NAMES = ("fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine")
 _FUNCTIONS = [(getattr(torch, name), getattr(torch.ops.aten, name)) for name in _NAMES]
 
 
-def _empty(src: Tensor, *args: Any) -> Tensor:
+def _empty(src: Tensor, *args: object) -> Tensor:
     """Return a result without values."""
     return torch.empty_like(src)
 
 
 def _define(name: str, schema: str) -> None:
-    _library.define(f"{name}({schema}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-    _library.impl(name, _empty, "Meta")  # type: ignore[no-untyped-call]
+    _library.define(f"{name}({schema}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, _empty, "Meta")
 
 
 def _define_twin(overload: Any) -> None:
@@ -101,7 +101,7 @@ def _define_twin(overload: Any) -> None:
     schema = overload._schema
     name = f"{schema.name.partition('::')[2]}.{schema.overload_name}".rstrip(".")
     _define(name, str(schema).partition("(")[2].rpartition(")")[0])
-    _library.impl(name, overload, "CPU")  # type: ignore[no-untyped-call]
+    _library.impl(name, overload, "CPU")
 
 
 _define("fake_quantize", "Tensor src, str name")
@@ -168,11 +168,11 @@ class FakeFunctions(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         """Call the function or its twin."""
         for function, packet in _FUNCTIONS:
             if func is function or func is packet or getattr(func, "overloadpacket", 0) is packet:

@@ -85,7 +85,7 @@ def as_torch_call(target: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, A
     return "call_function", target, args, kwargs
 
 
-def _function_of(name: str) -> Callable[..., Any] | None:
+def _function_of(name: str) -> Callable[..., object] | None:
     """Return the C++ function of torch that makes this ATen call: shorter than ``torch.ops``.
 
     Files can name only public functions of torch, and ops.
@@ -99,7 +99,7 @@ def _function_of(name: str) -> Callable[..., Any] | None:
     return None
 
 
-def _slice(target: Any, args: tuple[Any, ...]) -> tuple[str, Any, Any, Any]:
+def _slice(target: Any, args: tuple[Any, ...]) -> tuple[str, object, object, object]:
     """``x[:, start:end]``, which is faster than the call."""
     given = [*args, *(0, None, None, 1)[len(args) - 1 :]]
     src, dim, start, end, step = given

@@ -21,7 +21,7 @@ _OPERATORS: dict[type[ast.AST], str] = {
     **{ast.Or: "or", ast.BitAnd: "and", ast.BitOr: "or", ast.Eq: "==", ast.NotEq: "!="},
     **{ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="},
 }
-COMPUTE: dict[str, Callable[..., Any]] = {
+COMPUTE: dict[str, Callable[..., object]] = {
     **{"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv},
     **{"//": operator.floordiv, "%": operator.mod, "**": operator.pow, "-x": operator.neg},
     **{"+x": operator.pos, "not": operator.not_, "==": operator.eq, "!=": operator.ne},
@@ -31,7 +31,7 @@ _OF_MATH = (
     *("floor", "ceil", "trunc", "fabs", "sqrt", "exp", "log", "log2", "isfinite", "isnan"),
     *("sin", "cos", "tan", "sinh", "cosh", "tanh", "asin", "acos", "atan"),
 )
-FUNCTIONS: dict[str, Callable[..., Any]] = {
+FUNCTIONS: dict[str, Callable[..., object]] = {
     **{"max": max, "min": min, "abs": abs, "round": round, "int": int, "float": float},
     **{"bool": bool, "torch.sym_float": float, "torch.sym_int": int, "torch.sym_max": max},
     **{"torch.sym_min": min, "torch.sym_not": operator.not_, "torch.sym_sqrt": math.sqrt},

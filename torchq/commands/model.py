@@ -142,7 +142,7 @@ def _functions_of(path: Path) -> list[str]:
     ]
 
 
-def _is_own_function(module: ModuleType, value: Any) -> bool:
+def _is_own_function(module: ModuleType, value: object) -> bool:
     return inspect.isfunction(value) and value.__module__ == module.__name__
 
 

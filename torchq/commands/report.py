@@ -63,7 +63,7 @@ def stored_bytes(path: Path) -> int:
     return sum(p.stat().st_size for p in path.rglob("*") if p.suffix in kinds)
 
 
-def print_accuracy(expected: Sequence[Any], got: Sequence[Any], data: str) -> None:
+def print_accuracy(expected: Sequence[object], got: Sequence[object], data: str) -> None:
     """Print the SQNR of all outputs, where there are any; ``data`` says how much gave them."""
     if expected:
         decibels = torchq.sqnr(list(expected), list(got))

@@ -17,7 +17,7 @@ from torch import fx
 from torchq.capture.condition import Condition
 from torchq.capture.guards import Example
 from torchq.capture.terms import COMPUTE, FUNCTIONS
-from torchq.graphs.module import CHECK
+from torchq.graphs.direct import CHECK
 from torchq.report.rows import joined
 
 _RECORDED = {name: f for name, f in (COMPUTE | FUNCTIONS).items() if "." not in name}

@@ -19,17 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch._C import _get_tracing_state, _set_tracing_state  # type: ignore[attr-defined]
 from torch.compiler import is_compiling
-from torch.nn.modules import module as everywhere
 from torch.utils._pytree import tree_map_only
-from torch.utils.hooks import RemovableHandle
 
 from torchq.attributes.arguments import as_float32
 from torchq.capture.guards import Example
-from torchq.convert.swap.weights import call_collects, is_capturing_hook, without_capturing_hooks
 from torchq.graphs.loading import load_each
-from torchq.models.attached import WATCHING, Attachment, attachment_of
+from torchq.graphs.module import QuantizedGraph
+from torchq.models.attached import Attachment, attachment_of
+from torchq.models.hooks import HookWatch, hooks_inside, without_capturing_hooks
 from torchq.models.trees import opened
-from torchq.nn.leaf import QuantizedLeaf
+from torchq.nn.leaf import failing_leaf
 from torchq.nn.packed_proof import with_proof
 from torchq.runtime.library import refuse_onnx_export
 
@@ -57,9 +56,9 @@ class Dispatch(Attachment):
         self.module, self.graph, self.name, self.strict = module, graph, name, strict
         self.example = example
         self.graph_calls = self.own_calls = 0
-        self.runs_both = self._warned = self._captures = False
-        self._seen = -1
-        self._known = _hooks(module)
+        self.runs_both = self._warned = False
+        self._known = hooks_inside(module)
+        self._watch: HookWatch | None = None
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -88,10 +87,7 @@ class Dispatch(Attachment):
                     found = choose(*_widened(args), **_widened(kwargs))
             except TypeError:  # own code takes the call otherwise, or says what is wrong with it
                 found = None
-            if RemovableHandle.next_id == self._seen:
-                clean = not (self._captures and call_collects())
-            else:
-                clean = self._is_clean()
+            clean = (self._watch or self._watched()).is_clean()
             if found is not None and clean and not self.module.training:
                 self.graph_calls += 1
                 if self.runs_both:
@@ -118,22 +114,21 @@ class Dispatch(Attachment):
 
     def _run_own(self, args: Any, kwargs: Any) -> Any:
         """Run the module's own code; hooks that transformers adds in such a call do not stay."""
-        first = RemovableHandle.next_id
+        watch = self._watch or self._watched()
+        before = watch.ids()
         try:
             return type(self.module).forward(self.module, *args, **kwargs)
         finally:
-            if RemovableHandle.next_id != first:
-                without_capturing_hooks(self.module, first)
+            if watch.ids() != before:
+                without_capturing_hooks(self.module, before)
 
     def _failed(self, error: Exception) -> str:
         """Return the name of the quantized layer that an op's error comes from, or ""."""
-        names = {id(part): name for name, part in self.module.named_modules()}
-        trace, found = error.__traceback__, ""
-        while trace is not None and str(error).startswith("torchq."):
-            owner = trace.tb_frame.f_locals.get("self")
-            found = names.get(id(owner), found) if isinstance(owner, QuantizedLeaf) else found
-            trace = trace.tb_next
-        return f"{self.name}.{found}".lstrip(".") if found else ""
+        leaf = failing_leaf(error)
+        if leaf is None or not str(error).startswith("torchq."):
+            return ""
+        names = {part: name for name, part in self.module.named_modules()}
+        return f"{self.name}.{names[leaf]}".lstrip(".") if leaf in names else ""
 
     def _compiled(
         self, choose: Callable[..., Any], restore: Callable[..., Any], args: Any, kwargs: Any
@@ -143,21 +138,15 @@ class Dispatch(Attachment):
             found = choose(*args, **kwargs)
         except TypeError:
             found = None
-        if found is None or self.module.training or _hooks(self.module) - self._known:
+        if found is None or self.module.training or hooks_inside(self.module) - self._known:
             if self.strict:
                 raise RuntimeError(self._why(found, args, kwargs))
             return type(self.module).forward(self.module, *args, **kwargs)
         return restore(self.graph(*found))
 
-    def _is_clean(self) -> bool:
-        """Return whether no submodule has hooks that are newer than the graph, and that act."""
-        new = _hooks(self.module) - self._known
-        hooks = [self.module.get_submodule(n)._forward_hooks.get(k) for n, k in new if n != "*"]
-        if len(hooks) < len(new) or not all(map(is_capturing_hook, hooks)):
-            return False
-        self._captures = bool(hooks)
-        self._seen = RemovableHandle.next_id  # last: other threads may call, too
-        return not (self._captures and call_collects())
+    def _watched(self) -> HookWatch:
+        self._watch = HookWatch(self.module, self._known)
+        return self._watch
 
     def _why(self, found: Any, args: Any, kwargs: Any) -> str:
         """Return why a call does not take the graph, and what would avoid that."""
@@ -190,9 +179,9 @@ class Dispatch(Attachment):
         self._warned, self.strict = False, self.strict or strict
         self.runs_both = False
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Another process counts hooks anew."""
-        return {**vars(self), "_seen": -1}
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out the watch: copies watch the hooks of their own module."""
+        return {**vars(self), "_watch": None}
 
     def conditions(self) -> list[str]:
         """Return what a call must meet to take the graph, as text."""
@@ -200,7 +189,10 @@ class Dispatch(Attachment):
 
     def scriptable(self) -> nn.Module:
         """Return what ``torch.jit.script`` compiles in place of the module."""
-        return with_proof(self.graph)
+        graph = self.graph
+        if isinstance(graph, QuantizedGraph):
+            return graph.__prepare_scriptable__()
+        return with_proof(graph)
 
     # The state of the graph goes with that of the module
 
@@ -214,7 +206,7 @@ class Dispatch(Attachment):
 
     def _shared(self) -> dict[str, str]:
         """Return names of the graph's tensors that leaves have too, and the leaves' names."""
-        leaves: dict[tuple[Any, ...], str] = {}
+        leaves: dict[tuple[object, ...], str] = {}
         for name, layer in self.module.named_modules(remove_duplicate=False):
             for key, tensor in (*layer._parameters.items(), *layer._buffers.items()):
                 if tensor is not None:
@@ -252,8 +244,8 @@ def attach(dispatch: Dispatch) -> None:
     module = dispatch.module
     vars(module)["forward"] = dispatch.forward
     vars(module)["__prepare_scriptable__"] = dispatch.scriptable
-    module.register_state_dict_post_hook(functools.partial(Dispatch.save, dispatch))  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_pre_hook(dispatch.load)  # type: ignore[no-untyped-call]
+    module.register_state_dict_post_hook(functools.partial(Dispatch.save, dispatch))
+    module.register_load_state_dict_pre_hook(dispatch.load)
 
 
 def memory(tensor: Tensor) -> tuple[Any, ...]:
@@ -262,7 +254,7 @@ def memory(tensor: Tensor) -> tuple[Any, ...]:
     return address, tensor.dtype, tensor.shape, tensor.stride()
 
 
-def full_state(model: nn.Module) -> dict[str, Any]:
+def full_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of leaves and graphs, each under all of its names."""
     state = nn.Module.state_dict(model, keep_vars=True)
     for name, module in model.named_modules(remove_duplicate=False):
@@ -283,20 +275,6 @@ def dispatches(model: nn.Module) -> list[Dispatch]:
     """Return all of them in a model, in the order of its modules."""
     found = (dispatch_of(module) for module in model.modules())
     return [dispatch for dispatch in found if dispatch is not None]
-
-
-def _hooks(module: nn.Module) -> set[tuple[str, int]]:
-    """Return the hooks of a module's parts; its own ones run whatever a call takes."""
-    found = {
-        (name, key)
-        for name, part in module.named_modules()
-        if part is not module
-        for hooks in (part._forward_hooks, part._forward_pre_hooks)
-        for key in hooks
-        if key not in WATCHING
-    }
-    of_all = (*everywhere._global_forward_hooks, *everywhere._global_forward_pre_hooks)
-    return found | {("*", key) for key in of_all}
 
 
 def _widened(arguments: Any) -> Any:

@@ -29,7 +29,7 @@ from torchq.models.state import twin
 from torchq.models.trees import copied
 from torchq.nn.leaf import without_hooks
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+Call = tuple[tuple[object, ...], dict[str, object]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,6 +264,6 @@ def _is_made(node: fx.Node, made: dict[fx.Node, None]) -> bool:
 
 def _size(node: fx.Node) -> int:
     """Return the elements of a tensor, or of all in a sequence."""
-    found: Any = node.meta["constant"]
+    found: object = node.meta["constant"]
     tensors = found if isinstance(found, tuple | list) else [found]
     return sum(t.numel() for t in tensors if isinstance(t, Tensor))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -13,7 +12,7 @@ from torch import Tensor, fx, nn
 from torchq.attributes.post_ops import PostOps, foldable, post_ops_of
 from torchq.capture.ops import Role, append_clip
 from torchq.nn.attention import QAttention
-from torchq.nn.batch_norm import channels, combined, fold_affines, with_bias
+from torchq.nn.batch_norm import bias_of, channels, combined, fold_affines, with_bias
 from torchq.nn.binary import QAdd, QCat, QMul
 from torchq.nn.float_modules import Add, Attention, Cat
 from torchq.nn.from_float import Pack, matmul_from_float, pool_from_float
@@ -110,7 +109,7 @@ def _with_affines(
     module = layer.unfolded()
     if not layer.affines:
         return module, PostOps(), weights.packing(name, layer.src_factors)
-    factor, shift = combined(layer.affines, module.bias)  # type: ignore[arg-type]
+    factor, shift = combined(layer.affines, bias_of(module))
     bias = shift.expand(channels(module)).float()
     signs = factor.sign().float()
     if (per_tensor and factor.numel() > 1) or (bool((signs <= 0).any()) and not folds):
@@ -123,7 +122,7 @@ def _with_affines(
     return with_bias(module, None), chain.append_binary("add", bias, 2), pack
 
 
-def _scaled(pack: Pack, factor: Tensor, *args: Any) -> QuantizedWeight:
+def _scaled(pack: Pack, factor: Tensor, *args: object) -> QuantizedWeight:
     """Return what ``pack`` gives, with scales that are multiplied by magnitudes of factors."""
     made = pack(*args)
     size = torch.where(factor == 0, 1, factor.abs())

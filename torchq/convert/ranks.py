@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -142,7 +142,7 @@ def _gathered(group: dist.ProcessGroup, make: Callable[[], T]) -> list[T]:
             f"{_ranks(list(failed))}: {next(iter(failed.values()))} Correct it there, prepare the "
             "model anew and calibrate again."
         )
-    return found  # type: ignore[return-value]
+    return cast("list[T]", found)
 
 
 def _ranks(ranks: list[int]) -> str:

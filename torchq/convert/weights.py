@@ -60,7 +60,7 @@ def first_names(model: nn.Module) -> Callable[[str], str]:
     return first
 
 
-class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Products(TorchDispatchMode):
     """Counts multiplications of values that depend on the inputs by those of parameters.
 
     Tensors are known by their memory. What several parameters give without a product is counted
@@ -134,5 +134,5 @@ def _memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _tensors(values: Any) -> Iterable[Tensor]:
+def _tensors(values: object) -> Iterable[Tensor]:
     return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))

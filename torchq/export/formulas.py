@@ -89,7 +89,7 @@ _KNOWN: list[tuple[Callable[..., Any], str, float, float]] = [
 ]
 
 
-def post_op(g: OnnxGraph, op: Any, x: str, srcs: list[Value], dims: int) -> str:
+def post_op(g: OnnxGraph, op: object, x: str, srcs: list[Value], dims: int) -> str:
     """Return the result of a post-op; ``dims`` are those behind the channels."""
     if isinstance(op, Sum) and srcs:
         src = srcs.pop(0)

@@ -117,8 +117,8 @@ def _linear(g: OnnxGraph, input: Value, weight: Value, bias: Value | None = None
 
 
 def _conv(
-    g: OnnxGraph, input: Value, weight: Value, bias: Value | None = None, stride: Any = 1,
-    padding: Any = 0, dilation: Any = 1, groups: int = 1,
+    g: OnnxGraph, input: Value, weight: Value, bias: Value | None = None, stride: object = 1,
+    padding: object = 0, dilation: object = 1, groups: int = 1,
 ) -> str:  # fmt: skip
     dims, given = input.rank - 2, [stride, padding, dilation]
     if isinstance(padding, str):
@@ -325,7 +325,7 @@ def _arange(g: OnnxGraph, start: Number, end: Any = None, step: Number = 1, **op
     return made if dtype in (None, torch.int64) else _cast(g, made, dtype)
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
+FUNCTIONS: dict[str, Callable[..., object]] = {
     **dict.fromkeys(
         ("contiguous", "clone", "detach", "alias", "dropout", "lift_fresh_copy"), _same
     ),

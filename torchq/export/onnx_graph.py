@@ -115,8 +115,9 @@ class OnnxGraph:
 
     def sizes(self, values: Sequence[int | Value]) -> str:
         """Return a tensor of these integers."""
-        if all(isinstance(value, int) for value in values):
-            return self.constant([int(v) for v in values])  # type: ignore[arg-type]
+        known = [value for value in values if isinstance(value, int)]
+        if len(known) == len(values):
+            return self.constant([int(value) for value in known])
         parts = [v.name if isinstance(v, Value) else self.constant([v]) for v in values]
         return self.add("Concat", *parts, axis=0) if len(parts) > 1 else parts[0]
 

@@ -19,7 +19,8 @@ from torchq.export.functions import FUNCTIONS
 from torchq.export.modules import MODULES, dst_params
 from torchq.export.onnx_graph import OnnxGraph, UnsupportedError, Value
 from torchq.graphs.data import name_of
-from torchq.graphs.module import CHECK, QuantizedGraph
+from torchq.graphs.direct import CHECK
+from torchq.graphs.module import QuantizedGraph
 from torchq.models.inputs import Inputs, split_inputs
 from torchq.nn.attention import DynamicQAttention
 from torchq.nn.dynamic_int4 import DynamicQLinearInt4
@@ -179,8 +180,9 @@ def _fixed_sizes(tensor: fx.Node) -> dict[int, int]:
             for check in size.users:
                 one_of_two = any(user.target is operator.or_ for user in check.users)
                 fixed = check.target is operator.eq and not one_of_two
-                if fixed and isinstance(check.args[1], int):
-                    found[int(size.args[1])] = check.args[1]  # type: ignore[arg-type]
+                dim, wanted = size.args[1], check.args[1]
+                if fixed and isinstance(dim, int) and isinstance(wanted, int):
+                    found[dim] = wanted
     return found
 
 

@@ -203,8 +203,8 @@ def _reorder_real(
         return requantize(src, scales[0], zeros[0], scales[1], zeros[1], dtype)
     result: Tensor = torch.ops.torchq.reorder_rounded(
         src,
-        torch.stack(torch.broadcast_tensors(*scales)),  # type: ignore[no-untyped-call]
-        torch.stack(torch.broadcast_tensors(*zeros)),  # type: ignore[no-untyped-call]
+        torch.stack(torch.broadcast_tensors(*scales)),
+        torch.stack(torch.broadcast_tensors(*zeros)),
         code,
         rounding,
         seed,

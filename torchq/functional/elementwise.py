@@ -105,7 +105,7 @@ def binary(
 
 
 def _broadcast(src0: Tensor, src1: Tensor) -> list[int]:
-    return list(torch.broadcast_shapes(src0.shape, src1.shape))  # type: ignore[no-untyped-call]
+    return list(torch.broadcast_shapes(src0.shape, src1.shape))
 
 
 def prelu(

@@ -130,9 +130,7 @@ def matmul(
 
 def _dst_dims(src: Tensor, weight: Tensor) -> list[int]:
     try:
-        batch = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
-            src.shape[:-2], weight.shape[:-2]
-        )
+        batch = torch.broadcast_shapes(src.shape[:-2], weight.shape[:-2])
     except RuntimeError:
         raise ValueError(
             "torchq.matmul: the batch dimensions of src and weight must be equal or 1, got "

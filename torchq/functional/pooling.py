@@ -10,7 +10,6 @@ With them a pool computes in real units, ``x = src_scale * max(q - z)`` or ``x =
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,7 +141,7 @@ def _real(
     dst_dtype: torch.dtype | None,
     srcs: Sequence[Tensor],
     sizes: Callable[[], Sequence[int]],
-) -> tuple[Any, ...]:
+) -> tuple[object, ...]:
     """Return the last arguments of a pool in real units; of any other, none."""
     if attr is None and dst_dtype is None and not srcs:
         return ()

@@ -60,10 +60,10 @@ class GraphCode(nn.Module):
         for i, (value, sizes) in enumerate(zip(tree_leaves(given), self._sizes, strict=False)):
             for d, size in sizes.items():
                 message = f"torchq: dim {d} of input {i} must be {size}: it was exported for that"
-                torch._check(value.shape[d] == size, lambda message=message: message)  # type: ignore[no-untyped-call]
+                torch._check(value.shape[d] == size, lambda message=message: message)
         return fx.Interpreter(self, graph=self._code).run(*given)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Keep the graph as data, which pickle takes."""
         code = plain_nodes(self._code, ()), self._code._codegen
         return {**vars(self), "_code": code}
@@ -93,7 +93,7 @@ def takes_programs(function: Callable[Concatenate[Model, P], Model]) -> TakesPro
     return cast("TakesPrograms[P]", function)
 
 
-def as_module(model: Any) -> Any:
+def as_module(model: object) -> Any:
     """Return the module of an exported program; anything else as it is."""
     return model.module() if isinstance(model, ExportedProgram) else model
 

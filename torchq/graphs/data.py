@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-_NAMESPACES: dict[str, Any] = {
+_NAMESPACES: dict[str, object] = {
     "torch": torch._C._VariableFunctions,  # functions of tensors, and nothing else of torch
     "nn": torch._C._nn,
     "operator": operator,
@@ -33,8 +33,8 @@ _TENSOR = torch.empty(0, dtype=torch.float32, device="meta")
 _REFUSED = ("call", "methodcaller", "attrgetter", "itemgetter", "delitem", "from_file", "save")
 
 
-def _functions() -> dict[str, Callable[..., Any]]:
-    found: dict[str, Callable[..., Any]] = {function.__name__: function for function in _PYTHON}
+def _functions() -> dict[str, Callable[..., object]]:
+    found: dict[str, Callable[..., object]] = {function.__name__: function for function in _PYTHON}
     for prefix, namespace in _NAMESPACES.items():
         for name in dir(namespace):
             function = getattr(namespace, name)
@@ -51,7 +51,7 @@ BY_NAME = _functions()
 NAMES = {id(function): name for name, function in reversed(BY_NAME.items())}
 
 
-def name_of(function: Any) -> str | None:
+def name_of(function: object) -> str | None:
     """Return the name of a function in a stored graph: ``torch.relu``, ``aten::index.Tensor``."""
     if isinstance(function, torch._ops.OpOverload):
         return f"{function.overloadpacket._qualified_op_name}.{function._overloadname}"
@@ -60,7 +60,7 @@ def name_of(function: Any) -> str | None:
     return NAMES.get(id(function))
 
 
-def _function(name: str) -> Callable[..., Any]:
+def _function(name: str) -> Callable[..., object]:
     library, _, own = name.rpartition("::")
     if not library:
         return BY_NAME[name]

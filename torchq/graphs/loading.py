@@ -8,7 +8,6 @@ them. Here each name is looked at once.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
@@ -35,7 +34,7 @@ def load_each(
     """
     missing, unexpected, errors = list[str](), list[str](), list[str]()
     owned, known = by_owner(state), dict[str, nn.Module]()
-    metadata: dict[str, Any] = {"assign_to_params_buffers": True} if assign else {}
+    metadata: dict[str, object] = {"assign_to_params_buffers": True} if assign else {}
     for name, module in model.named_modules(remove_duplicate=False):
         known[name] = module
         prefix, lacks_none = (f"{name}." if name else ""), list[str]()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torchq.attributes.json_text import read_json
+from torchq.attributes.options import GroupSize
 from torchq.quantization.int4 import GROUP_SIZES
 from torchq.quantization.qparams import QParams
 
@@ -24,7 +25,7 @@ METHOD = "compressed-tensors"
 _FORMATS = ("int-quantized", "naive-quantized")
 _PACKED = "pack-quantized"
 _PRESETS = ("W8A8", "INT8", "W4A8", "W4A16", "W4A16_ASYM")
-_ROW_GROUPS = 128
+_ROW_GROUPS: GroupSize = 128
 """Size of groups, all of one scale, where a whole row has one."""
 _SCALE = ".weight_scale"
 
@@ -58,7 +59,7 @@ class Int4Layer:
     shape: tuple[int, ...]
     file: Path
     name: str
-    group_size: int
+    group_size: GroupSize
 
     def read(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Return integers from -8 to 7, scales, zero points of these integers, and the bias."""
@@ -336,7 +337,7 @@ def _int4_layer(
         expected = "I8", [outputs, inputs]
     groups = -(-scales.numel() // max(outputs, 1))
     sizes = (size for size in GROUP_SIZES if -(-inputs // size) == groups)
-    size = _ROW_GROUPS if groups == 1 else next(sizes, 0)
+    size = _ROW_GROUPS if groups == 1 else next(sizes, None)
     if not size or not inputs or shapes.get(own) != expected:
         raise refused(folder, f"'{own}' does not fit its shape and scales")
     if scales.numel() not in (1, outputs * groups) or not bool(scales.isfinite().all()):

@@ -30,7 +30,7 @@ _METHOD = "torchq_compressed_tensors"
 _SCALES = r"\.(weight|input|output)_(scale|zero_point)$|\.weight_(packed|shape)$"
 
 
-def load(folder: Path, facts: Mapping[str, Any], layers: Layers, model_class: Any) -> nn.Module:
+def load(folder: Path, facts: Mapping[str, object], layers: Layers, model_class: Any) -> nn.Module:
     """Return the model of a folder, with these layers in int8."""
     if model_class is None:
         model_class = _class_of(facts)
@@ -53,7 +53,8 @@ def load(folder: Path, facts: Mapping[str, Any], layers: Layers, model_class: An
         raise refused(folder, f"transformers says {told!r}") from error
     plain = TorchqConfig()
     model.config.quantization_config = model.hf_quantizer.quantization_config = plain
-    return model.eval()  # type: ignore[no-any-return]
+    result: nn.Module = model.eval()
+    return result
 
 
 def _class_of(facts: Mapping[str, Any]) -> Any:
@@ -72,9 +73,10 @@ class _Config(TorchqConfig):
         super().__init__()
         self.quant_method, self.folder, self.layers = _METHOD, folder, layers
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return what config.json of the int8 model holds."""
-        return TorchqConfig().to_dict()  # type: ignore[no-any-return]
+        result: dict[str, object] = TorchqConfig().to_dict()
+        return result
 
 
 class _Quantizer(TorchqQuantizer):
@@ -82,7 +84,7 @@ class _Quantizer(TorchqQuantizer):
 
     quantization_config: _Config
 
-    def __init__(self, quantization_config: _Config, **kwargs: Any) -> None:
+    def __init__(self, quantization_config: _Config, **kwargs: object) -> None:
         super().__init__(quantization_config, **kwargs)
         self._layers: Layers = {}
         self._float: dict[str, nn.Module] = {}
@@ -145,7 +147,9 @@ class _Quantizer(TorchqQuantizer):
         else:
             outputs, inputs = weight.shape
             meaning = weight * layer.scales.reshape(-1, 1)
-            plain = float_layer(nn.Linear(inputs, outputs, device="meta"), meaning, module.bias)  # type: ignore[arg-type]
+            plain = float_layer(
+                nn.Linear(inputs, outputs, device="meta"), meaning, module._parameters["bias"]
+            )
             leaf = static_leaf(plain, layer.scales, layer.src)
         model.set_submodule(name, take_hooks(initialized(leaf), module))
         return True

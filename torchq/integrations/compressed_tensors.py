@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from torchq.integrations.compressed_files import read_folder
 
 
-def from_compressed_tensors(path: str | os.PathLike[str], model_class: Any = None) -> nn.Module:
+def from_compressed_tensors(path: str | os.PathLike[str], model_class: object = None) -> nn.Module:
     """Load a folder of int8 or 4-bit weights that llm-compressor wrote.
 
     Linear layers keep the integers and scales of their weights. They quantize each row of a source

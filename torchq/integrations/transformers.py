@@ -59,7 +59,7 @@ _WHERE = "TorchqConfig"
 _OWN_CODE = "its code is its own"
 
 
-class TorchqConfig(QuantizationConfigMixin):  # type: ignore[misc]
+class TorchqConfig(QuantizationConfigMixin):
     """Quantize the linear layers of a model while transformers loads it, its embeddings on request.
 
     Weights become int8. Each row of a source is quantized by its own range, so nothing is
@@ -94,7 +94,7 @@ class TorchqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         quant_method: str = _METHOD,
         group_size: GroupSize | None = None,
         embedding_bits: EmbeddingBits | None = None,
-        **others: Any,
+        **others: object,
     ) -> None:
         """See the class; ``quant_method`` is what config.json holds beside the arguments."""
         if others:
@@ -139,18 +139,18 @@ def _checked_names(names: Any) -> list[str] | None:
     return list(names)
 
 
-class TorchqQuantizer(HfQuantizer):  # type: ignore[misc]
+class TorchqQuantizer(HfQuantizer):
     """Makes quantized leaves of linear layers, one by one, as their weights arrive."""
 
     quantization_config: TorchqConfig
 
-    def __init__(self, quantization_config: TorchqConfig, **kwargs: Any) -> None:
+    def __init__(self, quantization_config: TorchqConfig, **kwargs: object) -> None:
         """Start without a model."""
         super().__init__(quantization_config, **kwargs)
         self._files: Sequence[str] | None = None
         self._reasons: dict[str, str] = {}
 
-    def validate_environment(self, device_map: Any = None, **kwargs: Any) -> None:
+    def validate_environment(self, device_map: object = None, **kwargs: object) -> None:
         """Raise ValueError for devices other than the CPU."""
         given = device_map.values() if isinstance(device_map, Mapping) else ()
         if others := {str(device) for device in given} - {"cpu"}:
@@ -159,7 +159,7 @@ class TorchqQuantizer(HfQuantizer):  # type: ignore[misc]
                 "layers of torchq run on CPUs."
             )
 
-    def update_device_map(self, device_map: Any) -> Any:
+    def update_device_map(self, device_map: object) -> Any:
         """Return the CPU for maps that leave the choice, as "auto" does."""
         return {"": "cpu"} if isinstance(device_map, str) else device_map
 
@@ -168,8 +168,8 @@ class TorchqQuantizer(HfQuantizer):  # type: ignore[misc]
         return dtype if dtype == torch.bfloat16 else torch.float32
 
     def _process_model_before_weight_loading(
-        self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
-    ) -> Any:
+        self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: object
+    ) -> object:
         self._files = checkpoint_files
         if not self.pre_quantized:
             self._reasons = self._decide(model)
@@ -202,7 +202,7 @@ class TorchqQuantizer(HfQuantizer):  # type: ignore[misc]
                 reasons[name] = "nn.MultiheadAttention reads its weight"
         return reasons
 
-    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: object) -> bool:
         """Return True for the weights of layers that become int8."""
         name, _, last = param_name.rpartition(".")
         return last == "weight" and self._reasons.get(name) == ""
@@ -217,7 +217,9 @@ class TorchqQuantizer(HfQuantizer):  # type: ignore[misc]
         check_finite(_WHERE, module, name)
         layer, config = equivalent_layer(module), self.quantization_config.qconfig()
         if isinstance(layer, nn.Embedding) and config.embedding_bits is not None:
-            leaf: Any = QEmbedding.from_float(without_hooks(layer), bits=config.embedding_bits)  # type: ignore[arg-type]
+            leaf: nn.Module = QEmbedding.from_float(
+                without_hooks(layer), bits=config.embedding_bits
+            )
         elif isinstance(layer, nn.Linear) and layer.in_features <= MAX_REDUCTION:
             leaf = ObservedLeaf(layer, config, name).convert()
         else:
@@ -226,7 +228,9 @@ class TorchqQuantizer(HfQuantizer):  # type: ignore[misc]
         model.set_submodule(name, take_hooks(initialized(leaf), module))
         return True
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+    def update_weight_conversions(
+        self, weight_conversions: list[object], model: Any
+    ) -> list[object]:
         """Put the leaves of a saved model in their places, where transformers renames the weights.
 
         Earlier hooks do not know yet how names in the files and in the model correspond.
@@ -279,7 +283,7 @@ class TorchqQuantizer(HfQuantizer):  # type: ignore[misc]
         return False
 
 
-class _PackedNames(WeightRenaming):  # type: ignore[misc]
+class _PackedNames(WeightRenaming):
     """Renames packed weights from what files call them to what their layers do."""
 
     __slots__ = ("_names",)
@@ -298,7 +302,7 @@ class _PackedNames(WeightRenaming):  # type: ignore[misc]
         return _PackedNames({})
 
 
-class _MakeLeaf(ConversionOps):  # type: ignore[misc]
+class _MakeLeaf(ConversionOps):
     """Quantizes weights between reading and storing them, so that few float ones exist at once."""
 
     def __init__(self, quantizer: TorchqQuantizer) -> None:

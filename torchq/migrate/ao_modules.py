@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from torchq.attributes.options import EmbeddingBits
 from torchq.functional.embeddings import pack_embedding
 from torchq.migrate.leaves import dynamic_leaf, float_layer
 from torchq.nn import (
@@ -116,6 +117,8 @@ def fake_weight(layer: nn.Module, weight: Tensor) -> nn.Module:
 class Functional(nn.Module):
     """The float meaning of a ``QFunctional``."""
 
+    round: Callable[[Tensor], Tensor]
+
     def __init__(self, module: Any, dtype: object) -> None:
         """Take its scale."""
         super().__init__()
@@ -123,23 +126,23 @@ class Functional(nn.Module):
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """Add and rounds."""
-        return self.round(x + y)  # type: ignore[no-any-return]
+        return self.round(x + y)
 
     def add_relu(self, x: Tensor, y: Tensor) -> Tensor:
         """Add, clips at zero and rounds."""
-        return self.round(F.relu(x + y))  # type: ignore[no-any-return]
+        return self.round(F.relu(x + y))
 
     def mul(self, x: Tensor, y: Tensor) -> Tensor:
         """Multiply and rounds."""
-        return self.round(x * y)  # type: ignore[no-any-return]
+        return self.round(x * y)
 
     def matmul(self, x: Tensor, y: Tensor) -> Tensor:
         """Multiply matrices and rounds."""
-        return self.round(torch.matmul(x, y))  # type: ignore[no-any-return]
+        return self.round(torch.matmul(x, y))
 
     def cat(self, x: list[Tensor], dim: int = 0) -> Tensor:
         """Concatenate and rounds."""
-        return self.round(torch.cat(x, dim))  # type: ignore[no-any-return]
+        return self.round(torch.cat(x, dim))
 
     def add_scalar(self, x: Tensor, y: float) -> Tensor:
         """Add a number: the levels move with the values."""
@@ -154,7 +157,7 @@ def _plain(module: Any) -> nn.Module:
     """Return the module of torch.nn with the name of one of torch.ao, on the same state."""
     base: Any = getattr(nn, type(module).__name__.replace("BNReLU", "BatchNorm"))
     plain: nn.Module = base.__new__(base)
-    plain.__setstate__({key: copy.copy(value) for key, value in vars(module).items()})  # type: ignore[no-untyped-call]
+    plain.__setstate__({key: copy.copy(value) for key, value in vars(module).items()})
     for name in ("scale", "zero_point", "output_scale", "output_zero_point"):
         plain._buffers.pop(name, None)
         vars(plain).pop(name, None)
@@ -172,12 +175,13 @@ def _embedding(module: Any) -> nn.Module:
     weight = module.weight()
     scale = weight.q_per_channel_scales().float()
     offset = -weight.q_per_channel_zero_points().float() * scale
-    codes, bits = weight.int_repr(), 8
+    bits: EmbeddingBits = 8
+    codes = weight.int_repr()
     if "quint4x2" in str(weight.dtype):  # packed with float16, two codes to a byte
         scale, offset, bits = scale.half(), offset.half(), 4
         codes = codes.view(len(weight), -1)
         codes = torch.stack([codes & 15, codes >> 4], -1).flatten(1)[:, : weight.shape[1]]
-    packed = pack_embedding(codes, scale, offset, bits)  # type: ignore[arg-type]
+    packed = pack_embedding(codes, scale, offset, bits)
     if type(module).__name__ == "Embedding":
         return QEmbedding(packed)
     # torch.ao sums, whatever its mode
@@ -205,11 +209,15 @@ def _recurrent(module: Any) -> QModule:
             _recurrent_layer(cell, weights, biases, [f"_l{i}", f"_l{i}_reverse"])
             for i in range(module.num_layers)
         ]
-        network: Any = {"LSTM": QLSTM, "GRU": QGRU}[name]
-        return network(layers, module.batch_first)  # type: ignore[no-any-return]
-    cells: dict[str, Any] = {"LSTMCell": QLSTMCell, "GRUCell": QGRUCell, "RNNCell": QRNNCell}
+        network = QLSTM if name == "LSTM" else QGRU
+        return network(layers, module.batch_first)
+    cells: dict[str, type[QLSTMCell | QGRUCell | QRNNCell]] = {
+        "LSTMCell": QLSTMCell,
+        "GRUCell": QGRUCell,
+        "RNNCell": QRNNCell,
+    }
     cell = {"LSTMCell": "lstm", "GRUCell": "gru"}.get(name) or f"rnn_{module.nonlinearity}"
-    return cells[name](_recurrent_layer(cell, weights, biases, [""]))  # type: ignore[no-any-return]
+    return cells[name](_recurrent_layer(cell, weights, biases, [""]))
 
 
 def _recurrent_layer(
@@ -252,7 +260,7 @@ STATIC = frozenset({*_LAYERS, *_ROUNDED, "quantized.PReLU", "quantized.Quantize"
 """Modules that round what they give to a scale of their own."""
 LAYERS = frozenset(_LAYERS)
 """Those of them that multiply by a weight."""
-DYNAMIC: dict[str, Callable[[Any], nn.Module]] = {
+DYNAMIC: dict[str, Callable[[object], nn.Module]] = {
     **{f"quantized.dynamic.{name}": _dynamic_layer for name in ("Linear", "Conv1d", "Conv2d",
                                                                 "Conv3d")},
     "intrinsic.quantized.dynamic.LinearReLU": _dynamic_layer,
@@ -269,9 +277,8 @@ DYNAMIC: dict[str, Callable[[Any], nn.Module]] = {
 
 def output_params(module: Any) -> tuple[float, int]:
     """Return scale and zero point of what a static module gives."""
-    scale = getattr(module, "scale", getattr(module, "output_scale", None))
-    zero_point = getattr(module, "zero_point", getattr(module, "output_zero_point", None))
-    return float(scale), int(zero_point)  # type: ignore[arg-type]
+    prefix = "" if hasattr(module, "scale") else "output_"
+    return float(getattr(module, f"{prefix}scale")), int(getattr(module, f"{prefix}zero_point"))
 
 
 def float_meaning(module: Any, dtype: object) -> nn.Module:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -44,7 +43,7 @@ _FORMS = (nn.Linear, *_CONVS, *TABLES, *RECURRENT)
 @torch.no_grad()
 def quantize_dynamic(
     model: Model,
-    qconfig_spec: Any = None,
+    qconfig_spec: object = None,
     dtype: torch.dtype = QINT8,
     mapping: None = None,
     inplace: bool = False,
@@ -110,7 +109,9 @@ def quantize_dynamic(
         put(model, made)
         leave_fast_paths(model)
     else:
-        places: dict[int, Any] = {id(plain.get_submodule(name)): new for name, new in made.items()}
+        places: dict[int, object] = {
+            id(plain.get_submodule(name)): new for name, new in made.items()
+        }
         model = copy.deepcopy(plain, places)
     vars(model)["torchq_report"] = rows
     refuse_save_pretrained(model)
@@ -118,7 +119,7 @@ def quantize_dynamic(
 
 
 def _replacements(
-    model: nn.Module, qconfig_spec: Any, dtype: torch.dtype
+    model: nn.Module, qconfig_spec: object, dtype: torch.dtype
 ) -> tuple[dict[str, nn.Module], list[Row]]:
     """Return the dynamic modules by name, and what became of each module."""
     layers = {name: layer for name, m in model.named_modules() if (layer := _layer(m)) is not None}

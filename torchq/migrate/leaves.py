@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq.attributes.options import GroupSize
 from torchq.attributes.post_ops import PostOps
 from torchq.capture.module_kinds import MATMUL, RECURRENT
 from torchq.functional.int4 import pack_linear_int4
@@ -61,7 +62,7 @@ def int4_leaf(
     scales: Tensor,
     zero_points: Tensor | None,
     bias: Tensor | None,
-    group_size: int,
+    group_size: GroupSize,
 ) -> QuantizedLeaf:
     """Return the dynamic leaf of a linear layer with a 4-bit weight.
 
@@ -74,7 +75,7 @@ def int4_leaf(
         group_size: 32, 64 or 128.
     """
     zeros = None if zero_points is None else (zero_points + 8).to(torch.uint8)
-    packed = pack_linear_int4((weight + 8).to(torch.uint8), scales, zeros, group_size)  # type: ignore[arg-type]
+    packed = pack_linear_int4((weight + 8).to(torch.uint8), scales, zeros, group_size)
     return QuantizedLeaf.of(layer, DynamicQLinearInt4(packed, bias))
 
 

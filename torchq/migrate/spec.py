@@ -21,7 +21,7 @@ ASKED = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention, *TABLES)
 """What becomes dynamic only where a spec names it: torch.ao leaves it float."""
 
 QINT8: torch.dtype = getattr(torch, "qint8", torch.int8)
-_TABLE_BITS: dict[Any, EmbeddingBits] = {
+_TABLE_BITS: dict[object, EmbeddingBits] = {
     getattr(torch, "quint8", torch.uint8): 8,
     torch.uint8: 8,
     getattr(torch, "quint4x2", None): 4,
@@ -39,7 +39,7 @@ class Spec:
     def __init__(
         self,
         model: nn.Module,
-        qconfig_spec: Any,
+        qconfig_spec: object,
         dtype: torch.dtype,
         layers: Mapping[str, nn.Module],
     ) -> None:
@@ -55,8 +55,8 @@ class Spec:
             ValueError: a key, a configuration or ``dtype`` has no dynamic form.
         """
         self._model, self._layers = model, layers
-        self._configs: dict[Any, QConfig | None] = {}
-        self._of_tables: set[Any] = set()
+        self._configs: dict[object, QConfig | None] = {}
+        self._of_tables: set[object] = set()
         if isinstance(qconfig_spec, Mapping):
             for key, value in qconfig_spec.items():
                 self._configs[key] = None if value is None else self._config(key, value)
@@ -64,7 +64,7 @@ class Spec:
             bits = _TABLE_BITS.get(dtype)
             if bits is None:
                 _check_dtype("dtype", dtype)
-            keys: Any = qconfig_spec
+            keys: object = qconfig_spec
             if keys is None:
                 keys = DEFAULT if bits is None else _TABLES_BY_BITS[bits]
             if isinstance(keys, str | type) or not isinstance(keys, Collection):
@@ -128,7 +128,7 @@ class Spec:
         what = f"'{key}', a {type(modules[key]).__name__}" if key in modules else key.__name__
         raise _error(what, "nothing in it has a dynamic form")
 
-    def _config(self, key: Any, value: Any) -> QConfig:
+    def _config(self, key: object, value: object) -> QConfig:
         """Return the configuration that one of torchq or torch.ao is for dynamic layers."""
         if isinstance(value, QConfig):
             return replace(value, dynamic=True)

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from torchq.nn.leaf import QuantizedLeaf
 
@@ -45,24 +43,6 @@ def graphs_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         attachment = attachment_of(module)
         if attachment is not None:
             yield name, attachment.graph
-
-
-WATCHING: set[int] = set()
-"""Ids of hooks that only look: calls of a module that has them still take its graph."""
-
-
-@contextmanager
-def watching(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Let calls take their graph while a measurement has these hooks; remove them afterwards."""
-    handles = list(handles)
-    ids = {handle.id for handle in handles}
-    WATCHING.update(ids)
-    try:
-        yield
-    finally:
-        WATCHING.difference_update(ids)
-        for handle in handles:
-            handle.remove()
 
 
 def computing_modules(model: nn.Module) -> dict[str, nn.Module]:

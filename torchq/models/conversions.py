@@ -40,7 +40,8 @@ def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = Tr
     """Convert a module as its class does, if all quantized modules in it agree."""
     if recurse:
         check_conversions(module, fn)
-    return type(module)._apply(module, fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
+    result: nn.Module = type(module)._apply(module, fn, recurse)
+    return result
 
 
 def _quantized(module: nn.Module) -> Iterator[tuple[str, QModule]]:

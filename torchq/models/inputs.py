@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchq.models.trees import copied, detached
 
-Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
+Inputs = Tensor | Sequence[object] | Mapping[str, object]
 """One input of a model, a sequence of its inputs, or a mapping of keyword arguments."""
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -47,7 +47,7 @@ def split_inputs(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def working_copy(
-    model: Model, memo: Mapping[int, Any] = MappingProxyType({}), caller: str = "prepare"
+    model: Model, memo: Mapping[int, object] = MappingProxyType({}), caller: str = "prepare"
 ) -> Model:
     """Return a deep copy; weights that hooks compute before each call are computed once.
 
@@ -71,7 +71,7 @@ def working_copy(
             elif isinstance(hook, SpectralNorm):
                 remove_spectral_norm(module, hook.name)
             elif isinstance(hook, prune.BasePruningMethod):
-                prune.remove(module, hook._tensor_name)  # type: ignore[no-untyped-call]
+                prune.remove(module, hook._tensor_name)
     return copied
 
 
@@ -115,7 +115,7 @@ def call_with(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         raise
 
 
-def check_fit(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def check_fit(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
     """Raise TypeError if the forward of ``model`` does not take such a call.
 
     For a call that failed: what changes the arguments on the way, as hooks do, is not looked at.
@@ -140,7 +140,7 @@ def check_fit(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         ) from None
 
 
-def float_tensors(result: Any) -> list[Tensor]:
+def float_tensors(result: object) -> list[Tensor]:
     """Return the floating-point tensors in what a model returns, in order."""
     found: list[Tensor] = []
     for leaf in tree_leaves(result):

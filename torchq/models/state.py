@@ -70,7 +70,7 @@ def _handles(value: Any, memo: dict[int, Any]) -> dict[int, Any]:
     return found
 
 
-def _copies(value: Any, memo: dict[int, Any]) -> bool:
+def _copies(value: object, memo: dict[int, object]) -> bool:
     try:
         copy.deepcopy(value, {**memo})
     except Exception:
@@ -83,7 +83,7 @@ def _skeleton(model: nn.Module) -> dict[int, Any]:
     return {id(x): x for x in (*model.modules(), *model.parameters())}
 
 
-def _kept(module: nn.Module) -> dict[str, Any]:
+def _kept(module: nn.Module) -> dict[str, object]:
     dropped = _INTERNAL | {"forward", "__prepare_scriptable__"}
     plain = {key: value for key, value in vars(module).items() if key not in dropped}
     return plain | module._buffers
@@ -138,7 +138,7 @@ def as_before(model: nn.Module) -> Iterator[None]:
 _MISSING = object()
 
 
-def _equal(old: dict[str, Any], new: dict[str, Any], key: str) -> bool:
+def _equal(old: dict[str, Any], new: dict[str, object], key: str) -> bool:
     return is_same(old.get(key, _MISSING), new.get(key, _MISSING))
 
 

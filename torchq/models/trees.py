@@ -27,7 +27,7 @@ def opened(value: Any) -> Any:
     return pytree.tree_map(lambda leaf: _Opened(leaf) if _opens(leaf) else leaf, value)
 
 
-def _opens(leaf: Any) -> bool:
+def _opens(leaf: object) -> bool:
     """Return whether a leaf is a mapping that holds its tensors as items, and nowhere else."""
     if not isinstance(leaf, _MAPPINGS):
         return False
@@ -94,7 +94,7 @@ def copied(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
     return given
 
 
-def _copy(leaf: Any, memo: dict[int, Any]) -> Any:
+def _copy(leaf: Any, memo: dict[int, Any]) -> object:
     if not isinstance(leaf, nn.Module):
         with contextlib.suppress(Exception):
             return copy.deepcopy(leaf, detached(leaf) | memo)

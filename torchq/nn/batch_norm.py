@@ -6,38 +6,53 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+Layer = TypeVar("Layer", bound=nn.Module)
 Affine: TypeAlias = tuple[Tensor, Tensor]
 """(scale, shift) in float64, ``[]`` or one per output channel: ``y * scale + shift``."""
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-def fold_affines(module: Any, affines: Sequence[Affine]) -> nn.Module:
+def weight_of(module: nn.Module) -> Tensor:
+    """Return the weight of a convolution or linear."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def bias_of(module: nn.Module) -> Tensor | None:
+    """Return the bias of a convolution or linear."""
+    bias = module.bias
+    assert bias is None or isinstance(bias, Tensor)
+    return bias
+
+
+def fold_affines(module: Layer, affines: Sequence[Affine]) -> Layer:
     """Return a copy of a convolution or linear that applies these, one by one, to its result."""
     if not affines:
-        return module  # type: ignore[no-any-return]
+        return module
     folded = copy.deepcopy(module)
     with torch.no_grad():
-        scale, shift = combined(affines, module.bias)
+        scale, shift = combined(affines, bias_of(module))
         factors = along_channels(module, scale)
-        weight: Tensor = module.weight.double()
+        weight = weight_of(module).double()
         grouped = weight.reshape(factors.shape[0], -1, *weight.shape[1:]) * factors
         folded.weight = nn.Parameter(grouped.reshape(weight.shape).float(), False)
         folded.bias = nn.Parameter(shift.expand(channels(module)).float().contiguous(), False)
-    return folded  # type: ignore[no-any-return]
+    return folded
 
 
-def with_bias(module: Any, bias: Tensor | None) -> nn.Module:
+def with_bias(module: Layer, bias: Tensor | None) -> Layer:
     """Return a layer of the same weight with this bias."""
     other = copy.copy(module)
     own = None if bias is None else nn.Parameter(bias.contiguous(), False)
     vars(other)["_parameters"] = {**module._parameters, "bias": own}
-    return other  # type: ignore[no-any-return]
+    return other
 
 
 def combined(affines: Sequence[Affine], bias: Tensor | None = None) -> Affine:
@@ -53,28 +68,28 @@ def combined(affines: Sequence[Affine], bias: Tensor | None = None) -> Affine:
     return scale, shift
 
 
-def channels(module: Any) -> int:
+def channels(module: nn.Module) -> int:
     """Output channels of a convolution or linear."""
     if isinstance(module, TRANSPOSED):
         return int(module.weight.shape[1]) * int(module.groups)
-    return int(module.weight.shape[0])
+    return int(weight_of(module).shape[0])
 
 
-def reduction(module: Any) -> int:
+def reduction(module: nn.Module) -> int:
     """Products that each output of a convolution or linear sums at most."""
-    weight = module.weight
+    weight = weight_of(module)
     if isinstance(module, TRANSPOSED):
         return int(weight.numel() // max(weight.shape[1], 1) // module.groups)
     return int(math.prod(weight.shape[1:]))
 
 
-def along_channels(module: Any, values: Tensor) -> Tensor:
+def along_channels(module: nn.Module, values: Tensor) -> Tensor:
     """Values per output channel, to multiply the weight ``(G, rows/G, columns, k...)`` with.
 
     G is 1 but for transposed convolutions, whose groups split the rows, dimension 0.
     """
     values = values.expand(channels(module))
-    taps = [1] * (module.weight.dim() - 2)
+    taps = [1] * (weight_of(module).dim() - 2)
     if isinstance(module, TRANSPOSED):
         return values.reshape(module.groups, 1, -1, *taps)
     return values.reshape(1, -1, 1, *taps)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._jit_internal import is_scripting
 from typing_extensions import Self
 
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams
@@ -51,7 +52,7 @@ class _QCombine(QModule):
 
     def _hot(self) -> tuple[Tensor, Tensor]:
         """Return what each call passes on; nn.Module.__getattr__ would cost more."""
-        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+        if is_scripting():
             return self.scales, self.zero_points
         b = self._buffers
         return b["scales"], b["zero_points"]  # type: ignore[return-value]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 
-def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[object]:
     """Yield the tensors that a call of an operator writes to."""
     for i, expected in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
         given = args[i] if i < len(args) else kwargs.get(expected.name)
@@ -49,8 +49,12 @@ class FloatWeight(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         """Run an operator on the values."""
         kwargs = kwargs or {}
         for weight in written(func, args, kwargs):
@@ -103,8 +107,9 @@ class FloatWeight(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a parameter with the values, as pickling does."""
-        return memo.setdefault(id(self), self._parameter())  # type: ignore[no-any-return]
+        result: nn.Parameter = memo.setdefault(id(self), self._parameter())
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a parameter with the values."""
-        return self._parameter().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self._parameter().__reduce_ex__(protocol)

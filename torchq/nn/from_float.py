@@ -30,7 +30,7 @@ def quantized_class(module: nn.Module, prefix: str = "Q") -> Any:
     return next(QModule.registry[name] for name in names if name in QModule.registry)
 
 
-def pool_from_float(module: nn.Module, qparams: QParams, **own: Any) -> QModule:
+def pool_from_float(module: nn.Module, qparams: QParams, **own: object) -> QModule:
     """Return a float pool on such tensors; an average may have a ``dst`` of its own."""
     result: QModule = quantized_class(module).from_float(module, qparams, **own)
     return result

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._jit_internal import is_scripting
 from typing_extensions import Self
 
 from torchq.attributes.arguments import check_type
@@ -237,7 +238,7 @@ class QLayer(QModule):
         Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None
     ]:
         """Return what each call passes on; nn.Module.__getattr__ would cost 5 us."""
-        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+        if is_scripting():
             return (
                 self.weight,
                 self.compensation,

@@ -4,14 +4,14 @@
 import copy
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C import _get_tracing_state
+from torch._jit_internal import is_scripting
 from torch.compiler import is_compiling
-from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 from torchq.attributes.arguments import kind_text
 from torchq.nn.float_weight import FloatWeight
@@ -19,10 +19,15 @@ from torchq.nn.module import QModule, as_source
 from torchq.nn.quantize import Quantize
 from torchq.quantization.qparams import QParams
 
+Module = TypeVar("Module", bound=nn.Module)
 _HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
 )
+
+
+_LEAF = "torchq_leaf"
+"""Name of the attribute of an error that holds the leaf whose layer raised it."""
 
 
 def constants_of(module: nn.Module) -> dict[str, Any]:
@@ -63,7 +68,7 @@ def _is_traced() -> bool:
     return is_compiling() or _get_tracing_state() is not None
 
 
-def without_hooks(module: nn.Module) -> nn.Module:
+def without_hooks(module: Module) -> Module:
     """Return the module, or one on the same parameters that has no forward hooks."""
     if not any(vars(module)[name] for name in _HOOKS):
         return module
@@ -168,6 +173,20 @@ class Leaf(nn.Module):
         raise NotImplementedError
 
 
+if TYPE_CHECKING:
+
+    class _Layer(nn.Module):
+        """Attributes of layers that a leaf reads; not all layers have all of them."""
+
+        bias: Tensor | None
+        src_factor: Tensor | None
+        src_scale: Tensor
+        weight_scale: Tensor
+        weight_zero_point: Tensor | None
+
+        def weight_values(self) -> Tensor: ...
+
+
 class QuantizedLeaf(Leaf, QModule):
     """A quantized layer, and the attributes of the float one.
 
@@ -188,6 +207,8 @@ class QuantizedLeaf(Leaf, QModule):
     _zero: int
     _turned: bool
     _dtype: torch.dtype
+    if TYPE_CHECKING:
+        layer: _Layer
 
     def __init__(
         self,
@@ -209,7 +230,8 @@ class QuantizedLeaf(Leaf, QModule):
             mode: of that padding.
         """
         super().__init__()
-        self.layer, self._pad, self._pad_mode = layer, list(pad), mode
+        self.layer = cast("_Layer", layer)
+        self._pad, self._pad_mode = list(pad), mode
         self._shape, self._dilation = list(weight["shape"]), list(weight["dilation"])
         self._stride, self._groups = list(weight["stride"]), weight["groups"]
         self._zero, self._turned = weight["zero"], weight["turned"]
@@ -257,7 +279,7 @@ class QuantizedLeaf(Leaf, QModule):
         return cls(nn.Identity(), spec["constants"], spec["weight"], spec["pad"], spec["mode"])
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+        self, state_dict: dict[str, object], prefix: str, *args: object, **kwargs: object
     ) -> None:
         if f"{prefix}weight" in state_dict:
             raise RuntimeError(
@@ -277,8 +299,7 @@ class QuantizedLeaf(Leaf, QModule):
 
     def _weight_values(self) -> Tensor:
         if hasattr(self.layer, "weight_values"):
-            own: Tensor = self.layer.weight_values()  # type: ignore[operator]
-            own = own.to(self._dtype)
+            own = self.layer.weight_values().to(self._dtype)
             return own.t() if self._turned else own
         else:
             return self._int8_values()
@@ -301,18 +322,18 @@ class QuantizedLeaf(Leaf, QModule):
         grouped = [split, self._shape[0] // split] + self._shape[1:]  # noqa: RUF005 - scripted
         values: Tensor = (q.float() + self._zero).reshape(grouped)
         if hasattr(self.layer, "weight_zero_point"):
-            zero_point: Tensor | None = self.layer.weight_zero_point  # type: ignore[assignment]
+            zero_point = self.layer.weight_zero_point
             if zero_point is not None:
                 values = values - zero_point.reshape(channels if zero_point.numel() > 1 else [1])
-        scale: Tensor = self.layer.weight_scale  # type: ignore[assignment]
+        scale = self.layer.weight_scale
         values = values * scale.reshape(channels if scale.numel() > 1 else [1])
         values = values.reshape(self._shape)
         if hasattr(self.layer, "src_factor"):
-            factor: Tensor | None = self.layer.src_factor  # type: ignore[assignment]
+            factor = self.layer.src_factor
             if factor is not None:
                 values = values * factor
         if self.quantize is not None:
-            step: Tensor = self.layer.src_scale  # type: ignore[assignment]
+            step = self.layer.src_scale
             ratios = step / self.quantize.src_scale
             groups = self._groups
             by_group = [groups, self._shape[0] // groups] + self._shape[1:]  # noqa: RUF005
@@ -323,12 +344,24 @@ class QuantizedLeaf(Leaf, QModule):
         return values.t() if self._turned else values
 
     def _bias_values(self) -> Tensor | None:
-        bias: Tensor | None = self.layer.bias  # type: ignore[assignment]
+        bias = self.layer.bias
         return None if bias is None else bias.to(self._dtype, copy=True)
 
     def forward(self, input: Tensor) -> Tensor:
         """Run the layer; the argument has the name that ``torch.nn`` gives it."""
-        return as_source(self.layer(self._checked(input)), input)
+        if is_scripting():
+            return as_source(self.layer(self._checked(input)), input)
+        else:
+            return self._recorded(input)
+
+    @torch.jit.unused
+    def _recorded(self, input: Tensor, *more: object) -> Tensor:
+        """Run the layer; an error of it remembers the leaf, see :func:`failing_leaf`."""
+        try:
+            return as_source(self.layer(self._checked(input), *more), input)
+        except (TypeError, ValueError, RuntimeError) as error:
+            vars(error).setdefault(_LEAF, self)
+            raise
 
     def _checked(self, input: Tensor) -> Tensor:
         """Return the layer's source, padded."""
@@ -354,7 +387,16 @@ class QuantizedTransposedLeaf(QuantizedLeaf):
                 input, output_size, self._stride, self.padding, self._shape[2:],  # type: ignore[arg-type]
                 len(self._stride), self._dilation,
             )  # fmt: skip
-        return as_source(self.layer(self._checked(input), None, None, padding), input)
+        if is_scripting():
+            return as_source(self.layer(self._checked(input), None, None, padding), input)
+        else:
+            return self._recorded(input, None, None, padding)
+
+
+def failing_leaf(error: Exception) -> QuantizedLeaf | None:
+    """Return the leaf whose layer raised an error, if a leaf's did."""
+    leaf = vars(error).get(_LEAF)
+    return leaf if isinstance(leaf, QuantizedLeaf) else None
 
 
 def without_padding(module: nn.Module) -> nn.Module:
@@ -363,9 +405,10 @@ def without_padding(module: nn.Module) -> nn.Module:
         return module
     result: Any = copy.copy(module)
     result.padding, result.padding_mode = (0,) * len(result.kernel_size), "zeros"
-    return result  # type: ignore[no-any-return]
+    made: nn.Module = result
+    return made
 
 
-def _hashable(value: Any) -> Any:
+def _hashable(value: object) -> object:
     """Return tuples, which JSON writes as lists."""
     return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._jit_internal import is_scripting
 from torch.compiler import is_compiling
-from torch.jit import is_scripting  # type: ignore[attr-defined]
 from typing_extensions import Self
 
 from torchq.attributes.arguments import DTYPE_NAMES, as_float32, check_type
@@ -82,7 +82,7 @@ class QModule(nn.Module):
     registry: ClassVar[dict[str, type["QModule"]]] = {}
     """Every subclass by name, for :func:`torchq.load`."""
 
-    _direct: ClassVar[tuple[str, str, str] | tuple[str, str, str, Any] | None] = None
+    _direct: ClassVar[tuple[str, str, str] | tuple[str, str, str, object] | None] = None
     """How a converted model calls the op without the module, where ``forward`` comes to one op: the
     op's name, its arguments, and the attributes that must be None, False or 0 for that.
 
@@ -178,7 +178,7 @@ class QModule(nn.Module):
                     "changed by hand: load the original, or quantize the model again."
                 )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """As usual; what was in memory needs no check, unlike what is unpickled."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied

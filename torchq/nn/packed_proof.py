@@ -73,4 +73,5 @@ def with_proof(graph: nn.Module) -> nn.Module:
     if weights:
         packed = [(w.weight, w.compensation, w.pair_bound, w.geometry) for w in weights]
         scriptable._modules["torchq_proof"] = PackedProof(packed)
-    return scriptable  # type: ignore[no-any-return]
+    result: nn.Module = scriptable
+    return result

@@ -147,7 +147,7 @@ class PackedWeights:
         return ""
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _equal(a: Any, b: object) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
     return a is b or (type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b))

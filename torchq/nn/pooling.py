@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._jit_internal import is_scripting
 from typing_extensions import Self
 
 from torchq.functional.arguments import Ints, conv_geometry, spread
@@ -188,7 +189,7 @@ class QAvgPool(_QPool):
     def forward(self, src: Tensor) -> Tensor:
         """Pool."""
         # avg_pool takes the zero point from the parameters in real units, if there are any
-        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+        if is_scripting():
             zero_point, scales, zero_points = self.src_zero_point, self.scales, self.zero_points
         else:
             b = self._buffers

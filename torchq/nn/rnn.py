@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._jit_internal import is_scripting
 from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import Self
 
@@ -48,6 +49,7 @@ class _QRecurrent(FloatParameters, QModule):
 
     __jit_unused_properties__ = ("attr",)
     _cells: ClassVar[tuple[Cell, ...]]
+    _float: ClassVar[type[nn.RNNBase]]
 
     def __init__(
         self, layers: Sequence[QRecurrentLayer], batch_first: bool = False, merge: Merge = "concat"
@@ -118,7 +120,7 @@ class _QRecurrent(FloatParameters, QModule):
                 sets something else, or what other arguments tell too.
             NotImplementedError: another mask in ``attr`` than 0 or 24, of projections 0 or 8.
         """
-        if not isinstance(module, cls._float):  # type: ignore[attr-defined]
+        if not isinstance(module, cls._float):
             raise TypeError(
                 f"torchq.nn.{cls.__name__}: module must be a torch.nn.{cls.__name__[1:]}, got "
                 f"{type(module).__name__}."
@@ -215,8 +217,7 @@ class _QRecurrent(FloatParameters, QModule):
     @property
     def attr(self) -> Attr:
         """Those of the first int8 layer, as oneDNN has them; the others' are ``layers[i].attr``."""
-        attr: Attr = self.layers[0].attr  # type: ignore[assignment]
-        return attr
+        return self._layers()[0].attr
 
     def flatten_parameters(self) -> None:
         """Nothing, for code that calls it in its forward: the weights are packed."""
@@ -270,7 +271,7 @@ class _QRecurrent(FloatParameters, QModule):
         states: tuple[Tensor, Tensor] | None = None
         if h_0 is not None and c_0 is not None:
             states = (h_0[: self.directions].float(), c_0[: self.directions].float())
-        if not torch.jit.is_scripting() and batch_sizes is not None:  # type: ignore[attr-defined]
+        if not is_scripting() and batch_sizes is not None:
             packed, (h, c) = self.first(PackedSequence(src.float(), batch_sizes), states)
             return packed.data, h, c
         dst, (h, c) = self.first(src.float(), states)
@@ -353,7 +354,7 @@ class QLSTM(_QRecurrent):
         ValueError: a shape does not fit.
     """
 
-    _float = nn.LSTM
+    _float: ClassVar[type[nn.RNNBase]] = nn.LSTM
     _cells = ("lstm",)
 
     def forward(
@@ -364,7 +365,7 @@ class QLSTM(_QRecurrent):
         c_0: Tensor | None = None
         if hx is not None:
             h_0, c_0 = hx
-        if not torch.jit.is_scripting() and isinstance(input, PackedSequence):  # type: ignore[attr-defined]
+        if not is_scripting() and isinstance(input, PackedSequence):
             packed, h_n, c_n = self._packed(input, h_0, c_0)
             return packed, (h_n, c_n)
         dst, h_n, c_n = self._forward(input, h_0, c_0)
@@ -381,12 +382,12 @@ class QGRU(_QRecurrent):
     there is no cell state.
     """
 
-    _float = nn.GRU
+    _float: ClassVar[type[nn.RNNBase]] = nn.GRU
     _cells: ClassVar[tuple[Cell, ...]] = ("gru_vanilla", "gru")
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Apply all layers."""
-        if not torch.jit.is_scripting() and isinstance(input, PackedSequence):  # type: ignore[attr-defined]
+        if not is_scripting() and isinstance(input, PackedSequence):
             packed, h_n, _ = self._packed(input, hx, None)
             return packed, h_n
         dst, h_n, _ = self._forward(input, hx, None)
@@ -396,5 +397,5 @@ class QGRU(_QRecurrent):
 class QRNN(QGRU):
     """Quantized :class:`torch.nn.RNN`."""
 
-    _float = nn.RNN  # type: ignore[assignment]
+    _float: ClassVar[type[nn.RNNBase]] = nn.RNN
     _cells = ("rnn_tanh", "rnn_relu")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized LSTMCell, GRUCell and RNNCell."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ class _QCell(FloatParameters, QModule):
     """A cell: one layer, one step."""
 
     __jit_unused_properties__ = ("attr",)
+    _float: ClassVar[type[nn.RNNCellBase]]
 
     def __init__(self, layer: QRecurrentLayer) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ class _QCell(FloatParameters, QModule):
             ValueError: ``state`` is None for a static cell with relu, whose state has no bound; or
                 ``attr`` sets something else, or what other arguments tell too.
         """
-        if not isinstance(module, cls._float):  # type: ignore[attr-defined]
+        if not isinstance(module, cls._float):
             raise TypeError(
                 f"torchq.nn.{cls.__name__}: module must be a torch.nn.{cls.__name__[1:]}, got "
                 f"{type(module).__name__}."
@@ -114,7 +115,7 @@ class _QCell(FloatParameters, QModule):
 class QLSTMCell(_QCell):
     """Quantized :class:`torch.nn.LSTMCell`."""
 
-    _float = nn.LSTMCell
+    _float: ClassVar[type[nn.RNNCellBase]] = nn.LSTMCell
 
     def forward(
         self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None
@@ -128,7 +129,7 @@ class QLSTMCell(_QCell):
 class QGRUCell(_QCell):
     """Quantized :class:`torch.nn.GRUCell`."""
 
-    _float = nn.GRUCell
+    _float: ClassVar[type[nn.RNNCellBase]] = nn.GRUCell
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
         """One step: h."""
@@ -138,4 +139,4 @@ class QGRUCell(_QCell):
 class QRNNCell(QGRUCell):
     """Quantized :class:`torch.nn.RNNCell`."""
 
-    _float = nn.RNNCell  # type: ignore[assignment]
+    _float: ClassVar[type[nn.RNNCellBase]] = nn.RNNCell

@@ -15,7 +15,7 @@ from torchq.nn.rnn_attr import attr_of
 from torchq.nn.rnn_packing import RecurrentWeight, grouped, ungrouped
 from torchq.quantization.qparams import QParams
 from torchq.quantization.ranges import check_choice
-from torchq.runtime.library import dtype_code
+from torchq.runtime.library import DTYPES, dtype_code
 
 CELLS = {"lstm": 0, "gru": 1, "gru_vanilla": 2, "rnn_tanh": 3, "rnn_relu": 4}
 """Name of a cell -> its number in the op."""
@@ -109,11 +109,8 @@ class QRecurrentLayer(QModule):
             weight_state,
             projection,
         )
-        if (projection is not None or peephole is not None) and cell != "lstm":
-            raise NotImplementedError(
-                f"torchq.nn.QRecurrentLayer: projection and peephole must be None for {cell}. "
-                "Only an LSTM has them."
-            )
+        if projection is not None or peephole is not None:
+            _check_is_lstm(cell)
         if hidden is None:
             hidden = UNIT_STATE if state.dtype == torch.uint8 else UNIT_STATE_S8
         if self.dynamic:
@@ -125,11 +122,8 @@ class QRecurrentLayer(QModule):
         self._add_weight("state", weight_state)
         self._add_weight("projection", projection)
         shape = [directions, gates, self.hidden_size]
-        for name, value in (("bias_src", bias_src), ("bias_state", bias_state)):
-            own = torch.zeros(shape, dtype=torch.float32, device="cpu")
-            self.register_buffer(
-                name, own if value is None else own.copy_(value.detach().reshape(shape))
-            )
+        self._add_bias("bias_src", shape, bias_src)
+        self._add_bias("bias_state", shape, bias_state)
         self.register_buffer("peephole", None if peephole is None else peephole.detach().clone())
         self._add_folded("multiplier_src", "multiplier_state", "bias", "scales", "zero_points")
         for name in ("multiplier_projection", "extra"):  # which refold fills where there are some
@@ -142,24 +136,33 @@ class QRecurrentLayer(QModule):
             *(CELLS[cell], directions, self.input_size, self.hidden_size, self.projection_size),
             *(low, high),
         ]
+        weights = weight_src, weight_state, projection
+        self._set_own_spec([0 if w is None else w.scale.numel() for w in weights], src, state)
+        if not are_limited():
+            self.refold()
+
+    def _set_own_spec(self, weight_scales: list[int], src: QParams | None, state: QParams) -> None:
+        """Write the spec; ``weight_scales`` are the numbers of scales of the three weights."""
         self._set_spec(
-            cell=cell,
-            directions=directions,
+            cell=self.cell,
+            directions=self.directions,
             sizes=[self.input_size, self.hidden_size, self.projection_size],
-            weight_scales=[
-                0 if weight is None else weight.scale.numel()
-                for weight in (weight_src, weight_state, projection)
-            ],
-            peephole=peephole is not None,
+            weight_scales=weight_scales,
+            peephole=self._buffers["peephole"] is not None,
             src="dynamic" if src is None else dtype_name(src.dtype),
             src_bits=8 if src is None else src.bits,
             state=dtype_name(state.dtype),
             state_bits=state.bits,
-            dst=dtype_name(dst_dtype),
-            h_n=dtype_name(h_n_dtype),
+            dst=dtype_name(self.dst_dtype),
+            h_n=dtype_name(DTYPES[self.h_n_code]),
         )
-        if not are_limited():
-            self.refold()
+
+    def _add_bias(self, name: str, shape: list[int], value: Tensor | None) -> None:
+        """Add a buffer of its own memory; None is a bias of zeros."""
+        own = torch.zeros(shape, dtype=torch.float32, device="cpu")
+        self.register_buffer(
+            name, own if value is None else own.copy_(value.detach().reshape(shape))
+        )
 
     def _add_weight(self, name: str, weight: RecurrentWeight | None) -> None:
         """Pack one weight into buffers; None registers that there is none."""
@@ -326,6 +329,14 @@ class QRecurrentLayer(QModule):
 def _folded(scale: Tensor, shape: list[int]) -> Tensor:
     """Float32 multipliers in the packed order, from scales ``[1]`` or ``shape``."""
     return grouped(scale.float().expand(shape) if scale.numel() == 1 else scale.float()).flatten()
+
+
+def _check_is_lstm(cell: Cell) -> None:
+    if cell != "lstm":
+        raise NotImplementedError(
+            f"torchq.nn.QRecurrentLayer: projection and peephole must be None for {cell}. "
+            "Only an LSTM has them."
+        )
 
 
 def _check_shapes(

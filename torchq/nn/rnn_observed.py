@@ -163,7 +163,7 @@ class ObservedRNN(_Observed):
                 observer(states[0] if isinstance(states, tuple) else states)
 
     @staticmethod
-    def _initial(hx: Any, part: slice) -> Any:
+    def _initial(hx: Any, part: slice) -> object:
         if hx is None:
             return None
         several = hx if isinstance(hx, tuple | list) else (hx,)
@@ -209,17 +209,21 @@ def _before_projection(layer: nn.RNNBase, src: Any, states: Any) -> Iterator[Ten
             yield from _before_projection(layer, sequence.unsqueeze(1), own)
         return
     for direction, suffix in enumerate(("", "_reverse")[: 2 if layer.bidirectional else 1]):
-        w = {name: getattr(layer, f"{name}_l0{suffix}", None) for name in _WEIGHTS}
+        w: dict[str, Tensor] = {
+            name: getattr(layer, f"{name}_l0{suffix}") for name in _WEIGHTS if "bias" not in name
+        }
+        bias_ih = getattr(layer, f"bias_ih_l0{suffix}", None)
+        bias_hh = getattr(layer, f"bias_hh_l0{suffix}", None)
         batch = src.size(1)
         h = src.new_zeros(batch, layer.proj_size) if states is None else states[0][direction]
         c = src.new_zeros(batch, layer.hidden_size) if states is None else states[1][direction]
         for x in src.flip(0) if suffix else src:
-            gates = F.linear(x, w["weight_ih"], w["bias_ih"])  # type: ignore[arg-type]
-            gates = gates + F.linear(h, w["weight_hh"], w["bias_hh"])  # type: ignore[arg-type]
+            gates = F.linear(x, w["weight_ih"], bias_ih)
+            gates = gates + F.linear(h, w["weight_hh"], bias_hh)
             i, f, g, o = gates.chunk(4, -1)
             c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
             hidden = torch.sigmoid(o) * torch.tanh(c)
-            h = F.linear(hidden, w["weight_hr"])  # type: ignore[arg-type]
+            h = F.linear(hidden, w["weight_hr"])
             yield hidden
 
 

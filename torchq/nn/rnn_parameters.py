@@ -45,9 +45,9 @@ class FloatParameters(nn.Module):
             return value if torch.compiler.is_compiling() else FloatWeight(read, value.shape, name)
 
     def _layers(self) -> list[QRecurrentLayer]:
-        if "layer" in self._modules:
-            return [self.get_submodule("layer")]  # type: ignore[list-item]
-        return list(self.get_submodule("layers").children())  # type: ignore[arg-type]
+        single = "layer" in self._modules
+        own = [self.get_submodule("layer")] if single else self.get_submodule("layers").children()
+        return [layer for layer in own if isinstance(layer, QRecurrentLayer)]
 
 
 def _values(layer: QRecurrentLayer, direction: int, kind: str, part: str) -> Tensor | None:

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -49,7 +49,7 @@ def _names_fields(cls: type[Class]) -> type[Class]:
     names, own = [field.name for field in fields(cls)], cls.__init__  # type: ignore[arg-type]
 
     @functools.wraps(own)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: object, *args: object, **kwargs: object) -> None:
         wrong = next((name for name in kwargs if name not in names), None)
         if wrong is not None:
             near = nearest(wrong, names, 0.4)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchq.attributes.options import GroupSize
 
-GROUP_SIZES: tuple[int, ...] = get_args(GroupSize)
+GROUP_SIZES: tuple[GroupSize, ...] = get_args(GroupSize)
 
 # Steps between 0 and the value of largest magnitude in a group. Of these, those with the smallest
 # squared error are taken: 1.0 to 1.6 dB above 7 for groups of normal, Laplace and uniform weights.

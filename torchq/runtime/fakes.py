@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,9 +12,9 @@ from torch import Tensor
 from torchq.runtime.library import DTYPES, empty_channels_last
 from torchq.runtime.windows import broadcast, pool_sizes, reduced_sizes
 
-_Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
+_Kernel = TypeVar("_Kernel", bound=Callable[..., object])
 
-FAKES: dict[str, Callable[..., Any]] = {}
+FAKES: dict[str, Callable[..., object]] = {}
 """By the name of the op. ``torchq.ops`` registers them: the library names it as their module.
 
 Each takes those of the op's arguments that it needs, by their names in the op's schema. The op has

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +65,7 @@ def _load() -> ModuleType:
     if not SUPPORTED_TORCH[0] <= release < SUPPORTED_TORCH[1]:
         raise ImportError(f"torchq: {expected}. This is {here}. {remedy}")
     try:
-        torch.ops.load_library(str(LIBRARY_PATH))  # type: ignore[no-untyped-call]
+        torch.ops.load_library(str(LIBRARY_PATH))
     except OSError as error:
         raise ImportError(
             f"torchq: {LIBRARY_PATH.name} does not load here: {expected}. This is {here}. "
@@ -82,7 +81,7 @@ def _load() -> ModuleType:
         ) from error
 
 
-new_site: Callable[[type], Callable[..., Any]] = _load().site
+new_site: Callable[[type], Callable[..., object]] = _load().site
 """A place where modules are called, ``site(module, *args)``, or their ops without them, where the
 modules' class is a subclass of the one given."""
 

@@ -54,7 +54,7 @@ def _stand_in(value: Any, unread: bool) -> Any:
     return flat.as_strided(shape, strides)
 
 
-def check_as_op(name: str, given: Mapping[str, Any]) -> None:
+def check_as_op(name: str, given: Mapping[str, object]) -> None:
     """Raise what the op raises for these arguments, unless their values are to blame.
 
     Note [Checks alone] in csrc/runtime/dispatch.h has the idea. Sizes without a number, arguments

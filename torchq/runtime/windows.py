@@ -51,5 +51,5 @@ def reduced_sizes(src: Sequence[int], dims: Sequence[int], keepdim: bool) -> lis
 
 def broadcast(*shapes: Sequence[int]) -> torch.Size:
     """Return the shape that shapes broadcast to."""
-    shape: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+    shape: torch.Size = torch.broadcast_shapes(*shapes)
     return shape

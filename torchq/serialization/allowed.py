@@ -107,7 +107,7 @@ def _is_safe(overload: Any) -> bool:
 
 
 @functools.cache
-def schemas(name: str) -> dict[str, Any]:
+def schemas(name: str) -> dict[str, object]:
     """Return the schemas of a function of ATen that a file may call, by overload."""
     packet = getattr(torch.ops.aten, name, None) if name in _NAMES else None
     found = {} if packet is None else {own: getattr(packet, own) for own in packet.overloads()}
@@ -220,7 +220,7 @@ def _grouped_mm(
     return torch._grouped_mm(input, mat2, offs=offs, bias=bias, out_dtype=out_dtype)
 
 
-_CHECKED: dict[str, Callable[..., Any]] = {
+_CHECKED: dict[str, Callable[..., object]] = {
     "embedding_bag": embedding_bag,
     "scaled_dot_product_attention": scaled_dot_product_attention,
     "_grouped_mm": _grouped_mm,
@@ -229,7 +229,7 @@ _CHECKED: dict[str, Callable[..., Any]] = {
 
 # Names in files, and what they stand for
 
-PYTHON: dict[str, Callable[..., Any]] = {
+PYTHON: dict[str, Callable[..., object]] = {
     **{f"operator.{f.__name__}": f for f in (
         operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv,
         operator.mod, operator.pow, operator.neg, operator.pos, operator.abs, operator.eq,
@@ -270,7 +270,7 @@ def name_of(target: Any, op: str = "call_function") -> str | None:
     return name if is_known(name) else None
 
 
-_OWNERS: dict[str, Any] = {"torch": torch, "nn": torch._C._nn, "Tensor": Tensor}
+_OWNERS: dict[str, object] = {"torch": torch, "nn": torch._C._nn, "Tensor": Tensor}
 
 
 def is_known(name: str) -> bool:
@@ -279,7 +279,7 @@ def is_known(name: str) -> bool:
 
 
 @functools.cache
-def schemas_of(name: str) -> tuple[Any, ...]:
+def schemas_of(name: str) -> tuple[object, ...]:
     """Return the schemas that a call by such a name may have; none for other names."""
     library, _, own = name.rpartition("::")
     if library == "aten":
@@ -288,8 +288,9 @@ def schemas_of(name: str) -> tuple[Any, ...]:
         return tuple(found.values()) if not overload else tuple(_one(found, overload))
     if library == "torchq":
         packet = getattr(torch.ops.torchq, own.removesuffix(".default"), None)
-        known = own.removesuffix(".default") in OWN
-        return (packet.default._schema,) if known else ()  # type: ignore[union-attr]
+        if packet is None or own.removesuffix(".default") not in OWN:
+            return ()
+        return (packet.default._schema,)
     owner, _, own = name.rpartition(".")
     own = _REPLACED.get(own, own)
     function = getattr(_OWNERS[owner], own, None) if owner in _OWNERS else None
@@ -297,7 +298,7 @@ def schemas_of(name: str) -> tuple[Any, ...]:
     return tuple(schemas(own).values()) if function is not None and of_c else ()
 
 
-def _one(found: dict[str, Any], overload: str) -> list[Any]:
+def _one(found: dict[str, object], overload: str) -> list[object]:
     return [found[overload]] if overload in found else []
 
 

@@ -64,7 +64,7 @@ def _of_layers(name: str, leaf: nn.Module, module: Any) -> Iterator[str]:
     """Yield how a float layer differs from the one that a quantized layer was made of."""
     if isinstance(module, nn.Identity) and not isinstance(leaf, QuantizedLeaf):
         return  # keeps the place of a module that a user composes the model of
-    kind, pairs = _kind(leaf), dict[str, tuple[Any, Any]]()
+    kind, pairs = _kind(leaf), dict[str, tuple[object, object]]()
     expected = getattr(nn, kind, None)
     if isinstance(leaf, QExperts):
         pairs = _of_experts(leaf, module)

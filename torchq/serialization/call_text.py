@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from torchq.attributes.json_text import read_json
 from torchq.capture.condition import Condition
-from torchq.capture.exported import Argument
 from torchq.capture.guards import Example
+from torchq.capture.likeness import Argument
 from torchq.convert.dispatch import Dispatch, attach
 from torchq.nn.module import text_bytes
 from torchq.serialization.conditions import is_option, is_size
@@ -100,7 +100,7 @@ def _conditions(texts: list[str], name: str) -> list[Condition]:
         ) from error
 
 
-def _encode(value: Any, example: Example, name: str) -> Any:
+def _encode(value: object, example: Example, name: str) -> object:
     if isinstance(value, Argument):
         return {"argument": example.arguments.index(value)}
     if value is None or type(value) in (bool, int, float, str):

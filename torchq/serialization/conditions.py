@@ -17,7 +17,7 @@ _OF_MODULES = {*vars(nn.Module()), *dir(nn.Module)}
 """Names of what every module has, as ``_modules`` and ``load_state_dict``."""
 
 
-def is_size(size: Any) -> bool:
+def is_size(size: object) -> bool:
     """Return whether it is a fixed size of a tensor, or None for a dynamic one."""
     return size is None or (type(size) is int and size >= 0)
 

@@ -134,8 +134,9 @@ class Checker:
             return sum(given)
         if name == "operator.pow":
             power = args[1] if len(args) == 2 else None
-            small = isinstance(power, int | float) and abs(power) <= 8
-            return given[0] * max(1, -int(-abs(power) // 1)) if small else None  # type: ignore[arg-type]
+            if not isinstance(power, int | float) or abs(power) > 8:
+                return None
+            return given[0] * max(1, -int(-abs(power) // 1))
         if name in ("int", "math.floor", "math.ceil", "math.trunc"):
             return max(_FLOAT_BITS, *given)
         return max(given)

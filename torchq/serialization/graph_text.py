@@ -29,7 +29,7 @@ _MOST_VALUES = 100_000
 """In the arguments of all nodes, ten for each; a value takes 0.7 KB."""
 _OPS = ("placeholder", "get_attr", "call_module", "call_function", "call_method", "output")
 _FORMATS = (torch.contiguous_format, torch.preserve_format)
-_CONSTANTS: dict[str, Any] = {
+_CONSTANTS: dict[str, object] = {
     str(value): value for value in (*DTYPES, *_FORMATS, torch.channels_last, torch.channels_last_3d)
 }
 
@@ -121,7 +121,7 @@ class _Reader:
         self.modules, self.tensors = modules, tensors
         self.graph, self.checker = fx.Graph(), Checker()
         self.nodes: dict[str, fx.Node] = {}
-        self.owned: dict[str, Any] = {}
+        self.owned: dict[str, object] = {}
         self.inputs, self.values = set[str](), 0
 
     def add(self, op: str, name: str, target: str, args: Any, kwargs: Any, *more: Any) -> None:
@@ -190,7 +190,7 @@ def _owned(model: nn.Module, node: fx.Node) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else None
 
 
-def _encode(value: Any, node: fx.Node) -> Any:
+def _encode(value: object, node: fx.Node) -> object:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, fx.Node):

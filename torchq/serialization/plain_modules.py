@@ -30,7 +30,7 @@ _FIELDS: dict[type[nn.Module], dict[str, type]] = {
 _CLASSES = {cls.__name__: cls for cls in _FIELDS}
 
 
-def describe_plain(module: nn.Module) -> dict[str, Any] | None:
+def describe_plain(module: nn.Module) -> dict[str, object] | None:
     """Return what :func:`plain_module` takes; None for any other module."""
     fields = _FIELDS.get(type(module))
     hooked = bool(module._forward_hooks or module._forward_pre_hooks)

@@ -78,7 +78,7 @@ def _checked(cls: type, values: list[Any]) -> list[Any]:
     return values
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError("no text")
     return value

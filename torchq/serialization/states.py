@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -106,7 +105,7 @@ def _fill(module: nn.Module, state: State, name: str, text: bytes) -> None:
             module._buffers[key] = given
 
 
-def build(spec: dict[str, Any]) -> QModule:
+def build(spec: dict[str, object]) -> QModule:
     """Build a quantized module of this spec, its tensors still to be loaded."""
     name = spec["class"]
     if name not in QModule.registry:

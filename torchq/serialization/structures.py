@@ -35,7 +35,7 @@ def write_structure(spec: pytree.TreeSpec) -> str:
     return json.dumps([1, _written(spec)])
 
 
-def _written(spec: pytree.TreeSpec) -> dict[str, Any]:
+def _written(spec: pytree.TreeSpec) -> dict[str, object]:
     name, context, cls = None, None, _OF_GRAPHS.get(spec.type, spec.type)
     if not spec.is_leaf():
         parts = {cls: name for name, cls in {**_PLAIN, **_DICTS}.items()}
@@ -58,7 +58,7 @@ def _written(spec: pytree.TreeSpec) -> dict[str, Any]:
     return {"type": name, "context": context, "children_spec": children}
 
 
-def read_structure(text: Any, own: str) -> pytree.TreeSpec:
+def read_structure(text: object, own: str) -> pytree.TreeSpec:
     """Return the structure of a text.
 
     Args:

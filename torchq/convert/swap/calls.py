@@ -75,11 +75,11 @@ class _Reads(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
-        types: Any,
+        func: Callable[..., object],
+        types: object,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
         self.seen.update(map(id, leaves))
@@ -93,7 +93,7 @@ class _Reads(TorchFunctionMode):
                 self.phases[origin] = max(angle, self.phases.get(origin, 0.0))
             for made in () if name in _PRODUCTS else tree_leaves(result):
                 if isinstance(made, Tensor):
-                    made._torchq_origin = origin  # type: ignore[attr-defined]
+                    vars(made)["_torchq_origin"] = origin
         return result
 
 
@@ -162,7 +162,7 @@ def _recorded(
 def _noting(name: str, calls: list[Call]) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         if isinstance(result, Tensor):
-            result._torchq_origin = name  # type: ignore[attr-defined]
+            vars(result)["_torchq_origin"] = name
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         known = ["input", "output_size"] if isinstance(module, TRANSPOSED) else ["input"]
         more = len(args) > len(known) or bool(kwargs.keys() - {*known})

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -22,8 +21,8 @@ class Comparison:
     def __init__(
         self,
         model: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
         expected: list[Tensor],
     ) -> None:
         """Take what the model gave."""
@@ -69,7 +68,7 @@ def fitting(
         names: of leaves.
         agrees: tells whether the model's code does the same with these leaves replaced.
     """
-    groups: dict[Any, list[str]] = defaultdict(list)
+    groups: dict[object, list[str]] = defaultdict(list)
     for name in names:
         groups[_place(model, name)].append(name)
     kept: list[str] = []

@@ -22,10 +22,10 @@ from torchq.convert.swap.weights import (
     leave_fast_paths,
     settled,
     split_attention,
-    without_capturing_hooks,
 )
 from torchq.convert.weights import first_names, with_names
 from torchq.graphs.code import with_code
+from torchq.models.hooks import without_capturing_hooks
 from torchq.models.inputs import (
     Model,
     batches,
@@ -37,7 +37,7 @@ from torchq.quantization.config import Overrides, QConfig, resolve
 from torchq.report.rows import Weight
 
 
-def plain_copy(model: Model, shared: Mapping[int, Any] = MappingProxyType({})) -> Model:
+def plain_copy(model: Model, shared: Mapping[int, object] = MappingProxyType({})) -> Model:
     """Return a copy of a model whose layers call ``forward`` and have plain weights.
 
     What is ``shared``, by id, is not copied.
@@ -50,8 +50,8 @@ def plain_copy(model: Model, shared: Mapping[int, Any] = MappingProxyType({})) -
 
 def prepare_settled(
     model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
     config: QConfig,
     overrides: Overrides | None,
     shared: bool,
@@ -89,7 +89,7 @@ def _assembled(model: nn.Module, plan: Plan, comparison: Comparison) -> nn.Modul
 
     def assemble(names: list[str], contiguous: bool) -> nn.Module:
         leaves = plan.replacements(names, contiguous).items()
-        memo: dict[int, Any] = {id(model.get_submodule(name)): leaf for name, leaf in leaves}
+        memo: dict[int, object] = {id(model.get_submodule(name)): leaf for name, leaf in leaves}
         return copy.deepcopy(model, memo | shared).eval()
 
     def agrees(names: list[str]) -> bool:

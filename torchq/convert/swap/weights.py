@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Collection
 from typing import Any
 
@@ -16,8 +15,6 @@ from torchq.models.inputs import Model, working_copy
 from torchq.nn.fake_scales import is_fake
 from torchq.nn.multihead import SplitMultiheadAttention
 
-_CAPTURING = "transformers.utils.output_capturing"
-
 
 def settled(model: nn.Module, besides: Collection[str] = ()) -> nn.Module:
     """Return the model with parametrized layers replaced by plain ones of the same weights.
@@ -28,7 +25,7 @@ def settled(model: nn.Module, besides: Collection[str] = ()) -> nn.Module:
         model: changed in its places, and returned, unless it is such a layer itself.
         besides: names of layers to leave.
     """
-    memo: dict[int, Any] = {
+    memo: dict[int, object] = {
         id(module): plain_layer(module)
         for name, module in model.named_modules()
         if name not in besides
@@ -45,7 +42,8 @@ def plain_layer(module: nn.Module) -> nn.Module:
     Not ``remove_parametrizations``: copies share the derived class, which that changes.
     """
     cls: Any = type(module).__mro__[1]
-    values = {name: getattr(module, name).detach().clone() for name in module.parametrizations}  # type: ignore[union-attr]
+    names = dict(module.get_submodule("parametrizations").named_children())
+    values = {name: getattr(module, name).detach().clone() for name in names}
     plain = cls.__new__(cls)
     state = {key: copy.copy(value) for key, value in vars(module).items()}
     plain.__setstate__(state)
@@ -58,40 +56,12 @@ def plain_layer(module: nn.Module) -> nn.Module:
 
 def split_attention(model: Model, names: Collection[str]) -> Model:
     """Return the model, or a copy whose attention modules of these names have layers."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     for name, module in model.named_modules():
         if name in names and type(module) is nn.MultiheadAttention and not is_patched(module):
             memo[id(module)] = SplitMultiheadAttention.of(module)
     shared = {id(parameter): parameter for parameter in model.parameters()}
     return working_copy(model, shared | memo) if memo else model
-
-
-def without_capturing_hooks(model: nn.Module, first: int = 0) -> None:
-    """Remove the hooks with which transformers collects hidden states.
-
-    They are local functions, which pickle refuses. Without the flag of the model, the next call
-    that needs them installs them again.
-
-    Args:
-        model: changed in its places.
-        first: leave hooks with smaller numbers.
-    """
-    for module in model.modules():
-        for key, hook in list(module._forward_hooks.items()):
-            if key >= first and is_capturing_hook(hook):
-                del module._forward_hooks[key]
-        vars(module).pop("_output_capturing_hooks_installed", None)
-
-
-def is_capturing_hook(hook: Any) -> bool:
-    """Return whether transformers collects hidden states with a hook."""
-    return getattr(hook, "__module__", "") == _CAPTURING
-
-
-def call_collects() -> bool:
-    """Return whether the call at work collects hidden states; True where that is not known."""
-    collector = getattr(sys.modules.get(_CAPTURING), "_active_collector", None)
-    return collector is None or bool(collector.get())
 
 
 def leave_fast_paths(model: nn.Module) -> None:

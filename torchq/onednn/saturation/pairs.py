@@ -200,7 +200,7 @@ def as_conv_weight(weight: Tensor, groups: int) -> Tensor:
 
     ``(OC, C/groups, kernel...)`` with the kernel reversed: what meets the source spread by stride.
     """
-    per_group = weight.unflatten(0, (groups, weight.shape[0] // groups)).transpose(1, 2)  # type: ignore[no-untyped-call]
+    per_group = weight.unflatten(0, (groups, weight.shape[0] // groups)).transpose(1, 2)
     result: Tensor = per_group.flatten(0, 1)
     return result.flip(tuple(range(2, weight.dim())))
 

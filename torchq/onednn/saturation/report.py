@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.models.attached import computing_modules, watching
+from torchq.models.attached import computing_modules
+from torchq.models.hooks import watching
 from torchq.models.inputs import batches, call, decibels, float_tensors
 from torchq.models.state import as_before, twin
 from torchq.nn.conv import QConv

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from typing_extensions import Self
@@ -130,7 +128,7 @@ class PerChannelMinMaxObserver(Observer):
         self._widen(other.min_value, other.max_value)
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+        self, state_dict: dict[str, object], prefix: str, *args: object, **kwargs: object
     ) -> None:
         saved = state_dict.get(prefix + "min_value")
         if isinstance(saved, Tensor) and saved.ndim == 1 and saved.shape != self.min_value.shape:

@@ -146,6 +146,8 @@ def by_channels(module: nn.Module, count: int) -> Tensor:
 def with_source_factors(module: nn.Module, factors: Tensor) -> nn.Module:
     """Return a copy of a layer that computes the same from a source divided by these factors."""
     scaled, weight = copy.deepcopy(module), by_channels(module, len(factors))
+    own = module.weight
+    assert isinstance(own, Tensor)
     weight = weight * factors.reshape(weight.shape[0], 1, weight.shape[2], 1)
-    scaled.weight = nn.Parameter(weight.reshape(module.weight.shape), False)  # type: ignore[arg-type]
+    scaled.weight = nn.Parameter(weight.reshape(own.shape), False)
     return scaled
