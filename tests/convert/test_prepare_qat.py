@@ -349,7 +349,7 @@ def test_errors() -> None:
     message = r"torchq\.convert: 'head\.src_quantizer' must know its range, got inf to"
     with pytest.raises(RuntimeError, match=message):
         torchq.convert(qat)
-    with pytest.raises(ValueError, match=r"got a ActivationQuantizer in 'stem.src_quantizer'"):
+    with pytest.raises(ValueError, match=r"got ActivationQuantizer in 'stem.src_quantizer'"):
         torchq.prepare_qat(qat, x)
     with pytest.raises(ValueError, match=r"or give this one to torchq\.convert"):
         torchq.prepare(qat, x)

@@ -236,7 +236,7 @@ def test_training_mode() -> None:
     model, data = build("sequential")
     prepared = eager.prepare(model, data[0])
     model[1].train()
-    with pytest.raises(ValueError, match=r"training mode in 1 \(1 modules\).*model.eval\(\)"):
+    with pytest.raises(ValueError, match=r"training mode in '1' \(1 modules\).*model.eval\(\)"):
         eager.prepare(model, data[0])
     with pytest.raises(ValueError, match=r"torchq.calibrate: .*training mode"):
         eager.calibrate(prepared.train(), data)

@@ -38,9 +38,10 @@ def load(folder: Path, **options: Any) -> Any:
 
 
 def loaded_by(imports: str, folder: Path) -> Any:
-    """Load it in a program of its own."""
+    """Load it in a program of its own, with as many threads: the float parts round by them."""
     return python(
         f"import torch, {imports}\n"
+        f"torch.set_num_threads({torch.get_num_threads()})\n"
         f"model = transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})\n"
         f"expected = torch.load({str(folder / 'expected.pt')!r})\n"
         f"assert torch.equal(model(torch.{IDS}).logits, expected)"
