@@ -57,6 +57,7 @@ class Captured:
             - "line": of the model's code; the same for what one line calls again and again.
             - "constant": the value of what does not vary.
             - "parameters": names of those that this value is made of.
+            - "fake": of a constant, the fake quantizer that gives it; ``recognize`` adds this.
         model: owns the modules and parameters that the graph refers to.
         prefix: of what is a submodule of another model, its name there with a dot behind it.
         once: modules that are called with constants only, and whose results the graph holds.

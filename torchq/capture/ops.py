@@ -93,7 +93,8 @@ class Recognized:
 class Op(Recognized):
     """An operation of the graph; the attributes of Recognized and these.
 
-    Passes replace operations; nothing changes them.
+    Passes replace operations; nothing changes them. What is absorbed, or behind, is as it was then:
+    ``Plan.ops`` has the roles of now.
 
     Attributes:
         node: its node.

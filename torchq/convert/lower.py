@@ -377,7 +377,7 @@ class Lowering:
 
     def _src(self, node: fx.Node) -> fx.Node:
         """Return a source: int8, or a float32 value of which this layer is the only reader."""
-        alone = self.plan.readers[self.plan.root(node)] == 1
+        alone = self.plan.readers.get(self.plan.root(node)) == 1
         made = node in self.plan.joined or node in self.plan.fakes or "constant" in node.meta
         made |= node in self._int8 or node in self.settled.shared
         if made or not alone:

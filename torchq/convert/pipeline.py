@@ -129,16 +129,17 @@ def _graph(
     opaque = {name: prepared.get_submodule(f"{plan.prefix}{name}") for name in plan.self_contained}
     leaves = {n: leaf for n, leaf in prepared.named_modules() if isinstance(leaf, ObservedLeaf)}
     samples = {name: leaf.sample for name, leaf in leaves.items() if leaf.sample is not None}
-    for name in plan.dynamic_names & leaves.keys():
-        leaves[name].be_dynamic()
     graph = Prepared(plan, opaque, report_rows(plan))
     graph.watch(watches(plan), samples)
     return graph.eval()
 
 
 def _attach(graph: Prepared, part: Part, prepared: nn.Module, config: QConfig) -> None:
-    """Let calls of a module take its graph."""
-    owner = prepared.get_submodule(part.name)
+    """Let calls of a module take its graph; layers that are dynamic in it are so everywhere."""
+    owner, dynamic = prepared.get_submodule(part.name), graph.plan.dynamic_names
+    for name, leaf in prepared.named_modules():
+        if isinstance(leaf, ObservedLeaf) and name in dynamic:
+            leaf.be_dynamic()
     sizes = limits(part.captured.graph, graph.plan.ops.values())
     example = Example.of(owner, part.exported, sizes)
     dispatch = Dispatch(owner, graph, example, part.name, config.strict)

@@ -132,7 +132,12 @@ class Prepared(nn.Module):
         nodes = plain_nodes(captured.graph, _META)
         decided_of = replace(captured, graph=fx.Graph()), plan.default, plan.overrides
         opaque = {name: self.graph_module.get_submodule(name) for name in self.opaque_names}
-        recorders = [(*key, self._list(key[0])[i]) for key, i in self._index.items()]
+        own = {watch.key for watch, _ in watched_ranges(plan).values()}
+        recorders = [
+            (kind, None if kind == "observer" else settings, names, self._list(kind)[i])
+            for (kind, settings, names), i in self._index.items()
+            if kind != "observer" or (kind, settings, names) in own
+        ]
         return _rebuilt, (nodes, *decided_of, opaque, self.torchq_report, recorders)
 
     def _result_nodes(self) -> list[tuple[str, fx.Node]]:

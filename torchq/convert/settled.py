@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TypeVar
 
 from torch import Tensor, fx
@@ -160,9 +159,9 @@ class Settled:
     samples: Mapping[str, SourceSample] = field(default_factory=dict)
     notes: Mapping[fx.Node, str] = field(default_factory=dict)
 
-    @cached_property
+    @property
     def plan(self) -> Plan:
-        """The plan."""
+        """Return the plan, which recipes may have replaced."""
         return self.seen.plan
 
     def qparams(self, node: fx.Node) -> QParams:

@@ -38,14 +38,33 @@ class Watch:
         return self.kind, self.settings, tuple(node.name for node in self.nodes)
 
 
+class Itself:
+    """A key that equals itself alone: a QConfig with an observer of the user's may have no hash."""
+
+    def __init__(self, value: object) -> None:
+        """Keep the value alive, whose identity counts."""
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether both hold the same object."""
+        return isinstance(other, Itself) and other.value is self.value
+
+    def __hash__(self) -> int:
+        """Return the same for the same object."""
+        return id(self.value)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Itself:
+        """Return itself: copies of a plan share its configurations."""
+        return self
+
+
 def watched_ranges(plan: Plan) -> dict[fx.Node, tuple[Watch, QConfig]]:
     """Return by root of a group what chooses its scale and zero point, and its configuration."""
     found = {}
     for root, producers in plan.groups.items():
         name, config = plan.group_config(producers)
         make = partial(config.make_observer, name)
-        # by identity: a configuration with an observer of the user's may not be hashable
-        found[root] = Watch("observer", tuple(producers), id(config), make), config
+        found[root] = Watch("observer", tuple(producers), Itself(config), make), config
     return found
 
 

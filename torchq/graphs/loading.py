@@ -43,11 +43,11 @@ def load_each(
             module._load_from_state_dict(dict(owned.get(name, {})), prefix, *given)
             unexpected += lacks_none
             continue
-        # It may rename what is below it, and judges names that the modules there know.
+        # It may rename or convert what is below it, and judges names that the modules there know.
         own = {k: v for part in owned.values() for k, v in part.items() if k.startswith(prefix)}
         kept = dict(own)
         module._load_from_state_dict(kept, prefix, *given)
-        if kept.keys() != own.keys():
+        if kept.keys() != own.keys() or any(kept[k] is not v for k, v in own.items()):
             rest = {k: v for p in owned.values() for k, v in p.items() if k not in own}
             owned = by_owner(rest | kept)
         unexpected += [key for key in lacks_none if key.rpartition(".")[0] == name]

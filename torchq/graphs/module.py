@@ -117,15 +117,17 @@ class QuantizedGraph(fx.GraphModule):
     def _failing(self, error: Exception, args: Any, kwargs: Any) -> str:
         """Return the name of the module that an op's error comes from, or "".
 
-        The graph runs once more, node by node: calls that do not fail cost nothing more.
+        The graph runs once more, node by node: calls that do not fail cost nothing more. State
+        that the call changes is changed again.
         """
         if not str(error).startswith("torchq."):
             return ""
         steps = _Steps(self)
         try:
             steps.run(*inspect.signature(self.forward).bind(*args, **kwargs).args)
-        except (TypeError, ValueError):
-            return str(steps.node.target) if steps.node.op == "call_module" else ""
+        except Exception:  # the first error is the one to tell
+            node = getattr(steps, "node", None)
+            return str(node.target) if node is not None and node.op == "call_module" else ""
         return ""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -55,7 +55,11 @@ def _dicts(module: nn.Module) -> Iterator[tuple[str, Mapping[int, Callable[..., 
 
 
 class HookWatch:
-    """Tells whether a module's parts have hooks that act and were not there at first."""
+    """Tells whether a module's parts have hooks that act and were not there at first.
+
+    Modules that take the places of parts later are not looked at: finding them would cost each call
+    more than a small graph takes.
+    """
 
     def __init__(self, module: nn.Module, known: Collection[tuple[str, int]]) -> None:
         """Take the hooks that were there, from :func:`hooks_inside`."""

@@ -122,7 +122,7 @@ class _Finder:
         while len(layer.dst.users) == 1:
             op = self.ops.get(next(iter(layer.dst.users)))
             free = op is not None and op.node not in self.taken
-            if op is None or not free or op.role is not Role.FAKE or op.srcs != [src]:
+            if op is None or not free or op.role is not Role.FAKE or list(op.srcs) != [src]:
                 break
             assert isinstance(op.module, FakeQuantize)
             if layer.role not in HARD and op.module.levels not in (128, 256):

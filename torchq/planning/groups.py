@@ -140,7 +140,7 @@ class _Groups:
         concatenations = {layer.op.node for layer in layers}
         for layer in layers:
             for src in layer.srcs:
-                alone = plan.users[self.root(src)] <= concatenations
+                alone = plan.users.get(self.root(src), set()) <= concatenations
                 if src.meta["varying"] and alone and self._may_merge(src, layer.dst):
                     first, second = self.root(src), self.root(layer.dst)
                     if first is not second:

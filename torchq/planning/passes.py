@@ -26,7 +26,7 @@ from torchq.planning.units import find_units
 from torchq.quantization.config import Overrides, QConfig
 
 PASSES = (
-    recognize,  # what each call is: the table of patterns
+    recognize,  # what each call is, by the table of patterns, or why it has no int8 form
     fuse_attention,  # attention that a model spells out is one operation
     read_tokens,  # linear layers that a model trained to be dynamic
     quantize_rows,  # what a configuration wants dynamic
@@ -35,8 +35,8 @@ PASSES = (
     fuse,  # operations become layers: one quantized op each
     leave_angles,  # angles of many periods: float
     leave_sized,  # layers of values whose range depends on sizes: float
-    leave_coarse,  # layers that calibration found to be coarse: dynamic, or float
-    find_groups,  # values that share one scale, and scales that fake quantizers give
+    leave_coarse,  # what the row rule of convert/recipes found to be coarse: dynamic, or float
+    find_groups,  # values that share one scale, also in concatenations; scales of fake quantizers
     choose_int8,  # values that are int8, and layers that gain nothing from it
 )
 
@@ -49,4 +49,4 @@ def decided(
 ) -> Plan:
     """Return the plan of a captured model; ``coarse`` as in :class:`Plan`."""
     start = Plan(captured, config, overrides, coarse)
-    return reduce(lambda plan, decide: decide(plan), PASSES, start)
+    return reduce(lambda plan, step: step(plan), PASSES, start)

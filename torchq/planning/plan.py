@@ -90,7 +90,7 @@ class Plan:
     @property
     def dynamic_names(self) -> set[str]:
         """Return the names, in the model, of linear layers that are dynamic in all their calls."""
-        calls = [op for op in self.ops.values() if isinstance(op.module, nn.Linear)]
+        calls = [op for op in self.ops.values() if isinstance(op.owner, nn.Linear)]
         static = {op.base for op in calls if op.role is not Role.DYNAMIC}
         return {f"{self.prefix}{op.base}" for op in calls if op.base not in static}
 
@@ -183,7 +183,7 @@ class Plan:
             observed = self.is_int8(node) and self.fixed(node) is None
             if observed and node not in self.joined:
                 result[self.root(node)].append(node)
-        return result
+        return dict(result)
 
     def group_config(self, producers: list[fx.Node]) -> tuple[str, QConfig]:
         """Return name for messages, and configuration, of the group with these producers."""
@@ -210,7 +210,7 @@ class Plan:
             for node in layer.reads:
                 if node is not residual or self.comes_as_int8(node):
                     count[self.root(node)] += 1
-        return count
+        return dict(count)
 
     @cached_property
     def users(self) -> Mapping[fx.Node, set[fx.Node]]:
@@ -221,16 +221,18 @@ class Plan:
                 op = self.ops.get(user)
                 if user not in self.joined and not (op and op.role is Role.SHAPE):
                     found[self.root(node)].add(user)
-        return found
+        return dict(found)
 
     def function_of(self, root: fx.Node) -> Layer | None:
         """Return the function that alone reads the values of a group, if it becomes a table.
 
-        None where averages lie between: what it makes of them says little of what they are made of.
+        None behind an average pool: the function reads averages, so it says little about the values
+        before the pool.
         """
         functions = (layer for layer in self.active if layer.role is Role.UNARY)
         layer = next((f for f in functions if self.root(f.srcs[0]) is root), None)
-        if layer is None or not self.users[root] <= {part.node for part in layer.parts}:
+        users = self.users.get(root, set())
+        if layer is None or not users <= {part.node for part in layer.parts}:
             return None
         if any(self.root(node) is root and averages(self.ops, node) for node in self.joined):
             return None

@@ -84,7 +84,7 @@ def pairs(plan: Plan) -> Iterator[tuple[Layer, Layer]]:
         first = plan.layer_at.get(root)
         if first is None or not (_is_plain(first) and _is_plain(second)):
             continue
-        alone = users[root] <= {part.node for part in second.parts}
+        alone = users.get(root, set()) <= {part.node for part in second.parts}
         alone &= second.residual is None or plan.root(second.residual) is not root
         own = first.residual is None and first not in plan.table_hosts.values()
         moved = all(_keeps_channels(plan, node) for node in joined[root])

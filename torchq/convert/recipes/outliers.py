@@ -85,7 +85,7 @@ def smoothed_sources(plan: Plan) -> dict[fx.Node, list[Layer]]:
         if node in singles
         and not plan.comes_as_int8(node)
         and "constant" not in node.meta
-        and all(_is_linear(plan, layer) and layer.srcs == [node] for layer in layers)
+        and all(_is_linear(plan, layer) and list(layer.srcs) == [node] for layer in layers)
     }
 
 
