@@ -2,6 +2,7 @@
 """The float model runs as rarely as its checks allow, and calibration runs each batch once."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import torchq
+from torchq.convert.swap.observed import ObservedLeaf
 
 
 class Counted(nn.Module):
@@ -40,11 +42,11 @@ class Attention(nn.Module):
 @pytest.fixture(autouse=True)
 def _from_zero() -> Iterator[None]:
     Counted.runs = 0
+    torch.manual_seed(0)
     yield
 
 
 def counted(model: nn.Module) -> nn.Module:
-    torch.manual_seed(0)
     return Counted(model).eval()
 
 
@@ -76,3 +78,18 @@ def test_layers_that_graphs_have_as_dynamic_ones_are_dynamic_for_own_code():
     assert rows["model.output"].reason.startswith("dynamic: ")
     names = [type(layer).__name__ for layer in qmodel.get_submodule("model.output").modules()]
     assert "DynamicQLinear" in names
+
+
+def test_earlier_calibrations_load_that_observed_these_layers(tmp_path: Path, monkeypatch):
+    model, batches = counted(Attention()), [torch.randn(2, 20, 32) for _ in range(3)]
+    with monkeypatch.context() as patch:
+        patch.setattr(ObservedLeaf, "be_dynamic", lambda self: None)
+        earlier = torchq.prepare(model, batches[0])
+    assert earlier.model.output.observer is not None
+    torchq.save_calibration(torchq.calibrate(earlier, batches, progress=False), tmp_path / "seen")
+    loaded = torchq.load_calibration(torchq.prepare(model, batches[0]), tmp_path / "seen")
+    qmodel, expected = torchq.convert(loaded), torchq.quantize(model, batches)
+    assert torch.equal(qmodel(batches[0]), expected(batches[0]))
+    kept_float = torchq.prepare(model, batches[0], overrides={"model.output": None})
+    with pytest.raises(ValueError, match=r"prepared must have the observers"):
+        torchq.load_calibration(kept_float, tmp_path / "seen")

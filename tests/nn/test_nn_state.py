@@ -16,6 +16,7 @@ import torchq
 import torchq.functional as TF
 import torchq.nn as tnn
 from torchq import PostOps, QParams
+from torchq.graphs.loading import load_each
 
 U8 = QParams.per_tensor(0.021, 117)
 S8 = QParams.per_tensor(0.034, -9, torch.int8)
@@ -223,3 +224,26 @@ def test_copies_of_a_layer_with_a_table() -> None:
     ).with_lookup(table)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(other(x), layer(x))
+
+
+class Scaled(nn.Module):
+    """Converts the weight of its layer when a state is loaded, under the same name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_load_state_dict_pre_hook(self._scale)
+
+    @staticmethod
+    def _scale(module, state, prefix, *others):
+        state[f"{prefix}layer.weight"] = state[f"{prefix}layer.weight"] * 2
+
+
+def test_values_that_a_hook_converts_are_loaded():
+    state = Scaled().state_dict()
+    given, expected = nn.Sequential(Scaled()), nn.Sequential(Scaled())
+    state = {f"0.{name}": value for name, value in state.items()}
+    expected.load_state_dict(state)
+    assert load_each(given, state, assign=False) == ([], [])
+    assert torch.equal(given[0].layer.weight, expected[0].layer.weight)
+    assert torch.equal(given[0].layer.weight, state["0.layer.weight"] * 2)

@@ -90,9 +90,8 @@ def load_calibration(
             own.pop(name)
             observer.forget()
     kinds = {name: kinds[name] for name in own}
-    given = {
-        name: text for name, text in given.items() if name in own or not _unused(prepared, name)
-    }
+    unused = _unused(prepared)
+    given = {n: text for n, text in given.items() if n in own or n.rpartition(".")[0] not in unused}
     if kinds != given:
         different = sorted(set(kinds.items()) ^ set(given.items()))
         raise ValueError(
@@ -117,10 +116,10 @@ def load_calibration(
     return prepared
 
 
-def _unused(prepared: nn.Module, name: str) -> bool:
-    """Return whether it is of a layer that is dynamic here, and was observed in earlier files."""
-    parent = dict(prepared.named_modules()).get(name.rpartition(".")[0])
-    return isinstance(parent, ObservedLeaf) and parent.observer is None and not parent.by_rows
+def _unused(prepared: nn.Module) -> set[str]:
+    """Return the names of layers that are dynamic here, and were observed for earlier files."""
+    leaves = {n: leaf for n, leaf in prepared.named_modules() if isinstance(leaf, ObservedLeaf)}
+    return {n for n, leaf in leaves.items() if leaf.observer is None and not leaf.by_rows}
 
 
 def _read(path: Path) -> tuple[dict[str, Recorded], str]:

@@ -6,9 +6,8 @@ The stages, in order:
     api                prepare, calibrate, convert, quantize
     pipeline           the stages of these
     swap               the leaves: layers that the model's own code calls
-    parts              the calls that torch.export captures, by torchq.capture
-    passes             from a captured model to a plan: what each call is, which are one op,
-                       which values are int8
+    parts              the calls that torch.export captures, by torchq.capture; the passes of
+                       torchq.planning decide what becomes of them
     prepared           the graph with what the plan and the recipes watch
     recipes            what they make of the records, once calibrated
     lower              the graph of quantized modules, by torchq.graphs
