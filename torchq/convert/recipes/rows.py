@@ -38,8 +38,8 @@ class RowRule:
         plan = settled.plan
         if plan.coarse is not None:
             return settled
-        settled_plan = without_coarse(plan, coarse(settled.seen))
-        return replace(settled, seen=settled.seen.with_plan(settled_plan))
+        finer = without_coarse(plan, coarse(settled.seen))
+        return replace(settled, seen=settled.seen.with_plan(finer))
 
 
 def _watched(plan: Plan, layer: Layer) -> Watch | None:
