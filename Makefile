@@ -167,7 +167,7 @@ $(VENV)/.torch: $(VENV)/pyvenv.cfg
 $(LIBRARY): setup.py pyproject.toml $(SOURCES) $(VENV)/.torch
 	$(check_compiler)
 	@echo 'Building torchq: three minutes on two cores the first time.'
-	$(BIN)/python setup.py --quiet build_ext --inplace | sed -uE 's/^(\[[0-9/]+\]) .* -c ([^ ]+\.cpp) .*/\1 \2/'
+	$(BIN)/python setup.py --quiet build_ext --inplace
 	$(PIP) install --quiet --no-build-isolation -e '.[test]'
 	@touch $@
 

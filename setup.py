@@ -1,29 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds torchq's library, ops against torch and one torch-free object per ISA, and torchq._C."""
+"""Builds torchq's library, ops against torch and torch-free kernels per tier, and torchq._C."""
 
 from __future__ import annotations
 
+import copy
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 
 try:
     import torch
-    from torch.utils.cpp_extension import BuildExtension, include_paths, library_paths
+    from torch.utils.cpp_extension import include_paths, library_paths
 except ImportError:
     sys.exit(
         "torchq: building needs torch in this environment: run `pip install torch==2.13.0` "
         "and then `pip install --no-build-isolation .`"
     )
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).resolve().parent
 # Objects stay here, also for editable installs, so that a second build is quick.
 BUILD = ROOT / "build" / f"torch-{torch.__version__}"
 # GCC 12 reports its own _mm512_undefined_* and torch's SmallVector as uninitialized.
@@ -34,23 +35,21 @@ KERNEL = ["-fira-region=all", "-frename-registers"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"]
 # Includes name files from here. Objects of kernels/ and isa/ have no other include path.
 INCLUDE = f"-I{ROOT / 'csrc'}"
-# Source file of each of a machine's ISA objects -> its flags. None of them sees a torch header.
-ISA_FLAGS: dict[str, list[str]] = {"csrc/kernels/reference.cpp": []}
+# Tiers of this machine -> their flags. Each family of kernels has an object for each tier, with the
+# trait in csrc/isa/<tier>.h. None of them sees a torch header.
+TIERS: dict[str, list[str]] = {}
 if os.uname().machine == "x86_64":
-    ISA_FLAGS |= {
-        "csrc/isa/avx2.cpp": ["-mavx2", "-mfma"],
-        "csrc/isa/avx2_vnni.cpp": ["-mavx2", "-mfma", "-mavxvnni"],
-        "csrc/isa/avx512.cpp": AVX512,
-        "csrc/isa/avx512_vnni.cpp": [*AVX512, "-mavx512vnni"],
-        "csrc/isa/amx.cpp": [*AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-int8"],
+    TIERS = {
+        "amx": [*AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-int8"],
+        "avx512_vnni": [*AVX512, "-mavx512vnni"],
+        "avx512": AVX512,
+        "avx2": ["-mavx2", "-mfma"],
+        "avx2_vnni": ["-mavx2", "-mfma", "-mavxvnni"],
     }
 elif os.uname().machine == "aarch64":
     # GCC 12 else moves loads in front of a tile's products: up to 25 stack accesses in a K loop.
     NEON = ["-fno-schedule-insns"]
-    ISA_FLAGS |= {
-        "csrc/isa/neon.cpp": NEON,
-        "csrc/isa/neon_i8mm.cpp": [*NEON, "-march=armv8.2-a+i8mm"],
-    }
+    TIERS = {"neon": NEON, "neon_i8mm": [*NEON, "-march=armv8.2-a+i8mm"]}
 
 # Folders of the library's other objects, which see torch.
 LIBRARY = ["csrc", "csrc/runtime", "csrc/epilogue", "csrc/ops/*"]
@@ -66,8 +65,7 @@ if EMULATED:
 
     intrinsics = str(ROOT / "tests/emulated/intrinsics.h")
     flags = ["-mavx2", "-mfma", "-O1", "-w", "-Wno-psabi", "-isystem", simde_py.get_include()]
-    for source in ISA_FLAGS.keys() - {"csrc/kernels/reference.cpp", "csrc/isa/avx2.cpp"}:
-        ISA_FLAGS[source] = [*flags, "-include", intrinsics]
+    TIERS |= {tier: [*flags, "-include", intrinsics] for tier in TIERS.keys() - {"avx2"}}
 
 # TORCHQ_SANITIZE=1: with Address- and UndefinedBehaviorSanitizer, for `make test-sanitized`.
 STRIP = ["-s"]
@@ -109,28 +107,17 @@ def torch_release() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-class BuildTorchq(BuildExtension):
-    """Compiles the ISA objects first and links them into the extension."""
-
-    def finalize_options(self) -> None:
-        """Keep objects in BUILD, also for editable installs, so that a second build is quick."""
-        super().finalize_options()
-        self.build_temp = str(BUILD)
+class BuildTorchq(build_ext):
+    """Compiles all objects in one run of ninja, then links each extension."""
 
     def get_ext_filename(self, ext_name: str) -> str:
         """Only torchq._C belongs to one Python, and says so in its name."""
-        self.no_python_abi_suffix = ext_name.endswith("libtorchq")
+        if ext_name.endswith("libtorchq"):
+            return str(Path(*ext_name.split(".")).with_suffix(".so"))
         name, _, version = ext_name.partition("@")
         file = str(super().get_ext_filename(name))
         running = f"cpython-{sys.version_info.major}{sys.version_info.minor}"
         return file.replace(running, f"cpython-{version}") if version else file
-
-    def build_extension(self, ext: Extension) -> None:
-        """Keep the objects of each library apart: those of torchq._C depend on the Python."""
-        build_temp = self.build_temp
-        self.build_temp = str(Path(build_temp, ext.name.rpartition(".")[2]))
-        super().build_extension(ext)
-        self.build_temp = build_temp
 
     def build_extensions(self) -> None:
         """Build everything; say in one sentence when that cannot work."""
@@ -145,41 +132,79 @@ class BuildTorchq(BuildExtension):
                 f"torchq: no working C++ compiler: `{name} --version` failed. Install g++ 12 "
                 "or newer, or set CXX."
             )
-        # The same variables as setuptools reads for the other objects, in front of our flags.
+        # The same variables as setuptools reads for the linker, in front of our flags.
         for variable in ("CFLAGS", "CXXFLAGS", "CPPFLAGS"):
             compiler += shlex.split(os.environ.get(variable, ""))
-        with ThreadPoolExecutor(jobs()) as pool:
-            each = pool.map(lambda s: self.compile_first(compiler, s), [*ISA_FLAGS, TORCH_HEADERS])
-            *objects, _ = each
-        self.extensions[0].extra_objects.extend(objects)
-        super().build_extensions()
-        library = Path(self.get_ext_fullpath("torchq.libtorchq"))
+        ninja = Ninja(compiler)
+        kernels = [ninja.add(*kernel) for kernel in kernel_objects()]
+        flags = [*self.compiler.compiler_so[1:], *torch_flags()]
+        ninja.add(PRECOMPILED, TORCH_HEADERS, [*flags, "-x", "c++-header"])
+        # The folder of PRECOMPILED first: the compiler takes what it finds first.
+        flags += [f"-I{PRECOMPILED.parent}", "-include", Path(TORCH_HEADERS).name]
+        linked = []
+        for ext in self.extensions:
+            folder = BUILD / ext.name.rpartition(".")[2]
+            python = [f"-I{path}" for path in [*ext.include_dirs, *self.include_dirs]]
+            objects = [*kernels] if ext is library else []
+            for source in ext.sources:
+                target = folder / Path(source).with_suffix(".o")
+                own = flags if ext is library else [*flags, *python]
+                objects.append(ninja.add(target, source, own, after=PRECOMPILED))
+            # A copy without sources is linked: those of the extension are what an sdist packs.
+            linked.append(copy.copy(ext))
+            linked[-1].sources, linked[-1].depends = [], objects
+            linked[-1].extra_objects = objects
+        ninja.run()
+        for ext in linked:
+            self.build_extension(ext)
         built_for = f"torch {torch.__version__}, {os.uname().machine}"
-        library.with_name("built_for.txt").write_text(f"{built_for}\n")
+        library_file = Path(self.get_ext_fullpath("torchq.libtorchq"))
+        library_file.with_name("built_for.txt").write_text(f"{built_for}\n")
 
-    def compile_first(self, compiler: list[str], source: str) -> str:
-        """Compile an ISA object or TORCH_HEADERS, unless this command made it from these files."""
-        if source == TORCH_HEADERS:
-            target, inputs = PRECOMPILED, [ROOT / source]
-            flags = [*self.compiler.compiler_so[1:], *torch_flags(), "-x", "c++-header"]
-        else:
-            target = BUILD / "isa" / (Path(source).stem + ".o")
-            inputs = [ROOT / source, *ROOT.glob("csrc/kernels/**/*.h"), *ROOT.glob("csrc/isa/*.h")]
-            inputs += ROOT.glob("tests/emulated/*.h") if EMULATED else []
-            flags = [*COMMON, *KERNEL, *WARNINGS, *ISA_FLAGS[source], INCLUDE]
-        target.parent.mkdir(parents=True, exist_ok=True)
-        newest = max(path.stat().st_mtime for path in inputs)
-        command = [*compiler, *flags, "-c", str(ROOT / source), "-o", str(target)]
-        made_by = target.with_suffix(".command")  # written when the object is complete
-        text = shlex.join(command)
-        known = target.exists() and made_by.exists() and made_by.read_text() == text
-        if not known or target.stat().st_mtime < newest:
-            made_by.unlink(missing_ok=True)
-            print(f"torchq: compiling {source}", flush=True)
-            if subprocess.run(command).returncode != 0:
-                sys.exit(f"torchq: compiling {source} failed; the compiler's message is above.")
-            made_by.write_text(text)
+
+class Ninja:
+    """The file of a run of ninja, which compiles what has changed, or what its command names."""
+
+    def __init__(self, compiler: list[str]) -> None:
+        """Take the compiler with flags of all objects."""
+        self.compiler = compiler
+        self.text = "rule compile\n  command = $run -MMD -MF $out.d\n  depfile = $out.d\n"
+        self.text += "  deps = gcc\n  description = $name\n"
+
+    def add(self, target: Path, source: str, flags: list[str], after: Path | None = None) -> str:
+        """Compile a source to a target, where there is another file to wait for, after that."""
+        command = [*self.compiler, *flags, "-c", str(ROOT / source), "-o", str(target)]
+        needs = f" | {self.path(after)}" if after else ""
+        self.text += f"build {self.path(target)}: compile {self.path(ROOT / source)}{needs}\n"
+        self.text += f"  run = {shlex.join(command).replace('$', '$$')}\n"
+        self.text += f"  name = {target.relative_to(BUILD)}\n"
         return str(target)
+
+    def path(self, path: Path) -> str:
+        """Return a path as ninja reads it."""
+        return "".join(f"${c}" if c in "$: " else c for c in str(path))
+
+    def run(self) -> None:
+        """Compile; end the build where that fails."""
+        BUILD.mkdir(parents=True, exist_ok=True)
+        (BUILD / "build.ninja").write_text(self.text)
+        command = [sys.executable, "-m", "ninja", "-j", str(jobs())]
+        if subprocess.run(command, cwd=BUILD).returncode != 0:
+            sys.exit("torchq: compiling failed; the compiler's message is above.")
+
+
+def kernel_objects() -> list[tuple[Path, str, list[str]]]:
+    """Return the object, source and flags of each family of kernels in each tier."""
+    common = [*COMMON, *KERNEL, *WARNINGS, INCLUDE]
+    objects = [(BUILD / "isa/reference.o", "csrc/kernels/reference.cpp", common)]
+    for tier, flags in TIERS.items():
+        trait = "".join(part.capitalize() for part in tier.split("_"))
+        for path in sorted(ROOT.glob("csrc/kernels/*/*.cpp")):
+            if (path.parent.name == "amx") == (tier == "amx"):
+                isa = ["-include", f"isa/{tier}.h", f"-DTORCHQ_ISA={trait}"]
+                target = BUILD / "isa" / tier / f"{path.stem}.o"
+                objects.append((target, str(path.relative_to(ROOT)), [*common, *flags, *isa]))
+    return objects
 
 
 def torch_flags() -> list[str]:
@@ -194,15 +219,8 @@ def extension(name: str, folders: list[str], libraries: list[str], link: list[st
     return Extension(
         f"torchq.{name}",
         sources,
-        depends=[str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.h")],
         library_dirs=library_paths(),
         libraries=["c10", "torch", "torch_cpu", *libraries],
-        # The folder of PRECOMPILED first: the compiler takes what it finds first.
-        extra_compile_args=[
-            f"-I{PRECOMPILED.parent}",
-            *("-include", Path(TORCH_HEADERS).name),
-            *torch_flags(),
-        ],
         extra_link_args=["-fopenmp", "-Wl,-O1", *STRIP, *link],
         language="c++",
     )
@@ -234,5 +252,5 @@ for version in PYTHONS:
 
 setup(
     ext_modules=[library, *bindings],
-    cmdclass={"build_ext": BuildTorchq.with_options(use_ninja=True), "bdist_wheel": Wheel},
+    cmdclass={"build_ext": BuildTorchq, "bdist_wheel": Wheel},
 )

@@ -4,6 +4,7 @@
 
 #include "isa/avx2_lanes.h"
 #include "isa/avx2_short.h"
+#include "isa/isa_concept.h"
 #include "isa/last_bytes.h"
 
 namespace {
@@ -23,7 +24,7 @@ constexpr Dwords8 kEvenBytes = fill(0x00ff00ffu);
 constexpr Dwords8 kOnes = fill(0x00010001u);
 
 struct Avx2 : Avx2Lanes {
-  static constexpr const char* kName = "avx2";
+  static constexpr Tier kTier = Tier::avx2;
   static constexpr int kMaxPanels = 1;
   static constexpr int kTallRows = kTileRows, kTallestRows = kTileRows;
   static constexpr bool kPrefetches = false;
@@ -325,38 +326,6 @@ struct Avx2 : Avx2Lanes {
   static TORCHQ_INLINE Bytes subtract_saturated(Bytes a, Bytes b) { return _mm256_subs_epi8(a, b); }
 };
 
-#if defined(__AVXVNNI__) || defined(TORCHQ_EMULATED)
-#ifndef TORCHQ_EMULATED
-#define TORCHQ_ASM_DOT(acc, src, w) \
-  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(src), "x"(w))
-#endif
-
-struct Avx2Vnni : Avx2 {
-  static constexpr const char* kName = "avx2_vnni";
-  static constexpr int kSteps = 1;
-  static constexpr bool kWidensSrc = false;
-  static constexpr bool kHasNarrow = false;
-
-  template <int kStep, class V>
-  static TORCHQ_INLINE V split_src(V quad) {
-    return quad;
-  }
-  static TORCHQ_INLINE void dot(__m256i& acc, __m256i src, __m256i weight) {
-    TORCHQ_ASM_DOT(acc, src, weight);
-  }
-  static TORCHQ_INLINE void dot(Int& acc, __m256i src, Int weight) {
-    dot(acc.lo, src, weight.lo);
-    dot(acc.hi, src, weight.hi);
-  }
-  static TORCHQ_INLINE void dot(Int& acc, Int src, Int weight) {
-    dot(acc.lo, src.lo, weight.lo);
-    dot(acc.hi, src.hi, weight.hi);
-  }
-  static TORCHQ_INLINE void dot_codes(Int& acc, Int codes, __m256i quad) {
-    dot(acc.lo, codes.lo, quad);
-    dot(acc.hi, codes.hi, quad);
-  }
-};
-#endif
+static_assert(Isa<Avx2>);
 
 }  // namespace

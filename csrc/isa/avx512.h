@@ -5,6 +5,7 @@
 
 #include "isa/avx512_asm.h"
 #include "isa/avx512_lanes.h"
+#include "isa/isa_concept.h"
 #include "isa/last_bytes.h"
 
 namespace {
@@ -26,7 +27,7 @@ alignas(16) constexpr uint8_t kChannelOrder[2][16] = {
     {0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15}};
 
 struct Avx512 : Avx512Lanes {
-  static constexpr const char* kName = "avx512";
+  static constexpr Tier kTier = Tier::avx512;
   static constexpr int kMaxPanels = 4;
   /// Rows of the tallest tiles of two panels, and of one.
   static constexpr int kTallRows = kTileRows, kTallestRows = kTileRows;
@@ -340,5 +341,7 @@ struct Avx512 : Avx512Lanes {
   /// As s8.
   static TORCHQ_INLINE Bytes subtract_saturated(Bytes a, Bytes b) { return _mm512_subs_epi8(a, b); }
 };
+
+static_assert(Isa<Avx512>);
 
 }  // namespace

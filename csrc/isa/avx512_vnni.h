@@ -7,7 +7,7 @@
 namespace {
 
 struct Avx512Vnni : Avx512 {
-  static constexpr const char* kName = "avx512_vnni";
+  static constexpr Tier kTier = Tier::avx512_vnni;
   /// With their addresses 10 fit the general registers. With 12, tiles of one panel take 0.95 of
   /// the time nevertheless, those of two 1.08; measured on Emerald Rapids.
   static constexpr int kTallRows = 10, kTallestRows = 12;
@@ -74,5 +74,7 @@ struct Avx512Vnni : Avx512 {
 #endif
   }
 };
+
+static_assert(Isa<Avx512Vnni>);
 
 }  // namespace

@@ -169,7 +169,7 @@ concept HasConstants = requires {
   requires T::kDepthwiseSplits == 2 || T::kDepthwiseSplits == 4;
   requires T::kDepthwisePixels >= 1;  // destinations of a pass
   requires T::kStoredPanels * 16 == T::kByteLanes;
-  requires T::kName[0] != '\0';
+  requires Is<decltype(T::kTier), const Tier>;
 } && (!T::kPrefetches || requires(int8_t* s) { T::prefetch(s), T::prefetch_l2(s); });
 
 template <class T>

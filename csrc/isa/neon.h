@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// 16 lanes of NEON: four registers where AVX-512 has one. Neon runs on every AArch64 CPU. NeonI8mm
-// needs the int8 matrix extension, whose USDOT is a VPDPBUSD of 128 bits. The interface is that of
-// avx2.h; isa_concept.h says what each function returns.
+// 16 lanes of NEON, of every AArch64 CPU: four registers where AVX-512 has one. The interface is
+// that of avx2.h; isa_concept.h says what each function returns.
 #pragma once
 
 #include "isa/few_bytes.h"
+#include "isa/isa_concept.h"
 #include "isa/neon_lanes.h"
 
 namespace {
 
 struct Neon : NeonLanes {
-  static constexpr const char* kName = "neon";
+  static constexpr Tier kTier = Tier::neon;
   /// Six rows of a panel keep 24 accumulators, 4 weights and a source in the 32 registers.
   static constexpr int kMaxPanels = 1;
   static constexpr int kTallRows = kTileRows, kTallestRows = kTileRows;
@@ -330,44 +330,6 @@ struct Neon : NeonLanes {
   }
 };
 
-#if defined(__ARM_FEATURE_MATMUL_INT8)
-struct NeonI8mm : Neon {
-  static constexpr const char* kName = "neon_i8mm";
-  static constexpr int kSteps = 1;
-
-  template <int kStep, class V>
-  static TORCHQ_INLINE V split_src(V quad) {
-    return quad;
-  }
-  /// In lane 0 only, where SUDOT by element reads it.
-  static TORCHQ_INLINE uint8x16_t broadcast(const uint8_t* p) {
-    return vcombine_u8(vcreate_u8(read<uint32_t>(p)), vcreate_u8(0));
-  }
-  static TORCHQ_INLINE void dot(Int& acc, uint8x16_t src, Int weight) {
-    const auto multiply = [&](int32x4_t a, int32x4_t w) {
-      return vsudotq_laneq_s32(a, vreinterpretq_s8_s32(w), src, 0);
-    };
-    acc = each<Int>(multiply, acc, weight);
-  }
-  static TORCHQ_INLINE void dot(Int& acc, Bytes lanes, Int weight) {
-    const auto multiply = [&](int32x4_t a, int32x4_t w) {
-      return vusdotq_s32(a, lanes.lo, vreinterpretq_s8_s32(w));
-    };
-    acc = each<Int>(multiply, acc, weight);
-  }
-  static TORCHQ_INLINE void dot(Int& acc, Int src, Int weight) {
-    const auto multiply = [](int32x4_t a, int32x4_t s, int32x4_t w) {
-      return vusdotq_s32(a, vreinterpretq_u8_s32(s), vreinterpretq_s8_s32(w));
-    };
-    acc = each<Int>(multiply, acc, src, weight);
-  }
-  static TORCHQ_INLINE void dot_codes(Int& acc, Int codes, uint8x16_t quad) {
-    const auto multiply = [&](int32x4_t a, int32x4_t c) {
-      return vusdotq_laneq_s32(a, vreinterpretq_u8_s32(c), vreinterpretq_s8_u8(quad), 0);
-    };
-    acc = each<Int>(multiply, acc, codes);
-  }
-};
-#endif
+static_assert(Isa<Neon>);
 
 }  // namespace

@@ -6,14 +6,14 @@
 // linkage would be merged by the linker with the copy of another object, and an AVX-512 copy would
 // then run on an AVX2 machine. So everything in kernels/ and isa/ lives in an anonymous namespace,
 // only C headers and those of intrinsics are included, no function template of the standard library
-// is used, and each object exports one symbol: its constant-initialized table.
+// is used, and each object exports one symbol: its family's constant-initialized table for a tier.
 // tests/kernels/test_isa.py checks that with `nm`.
 #pragma once
 
 #include <stdint.h>
 #include <string.h>
 
-#include "kernels/table.h"
+#include "kernels/types.h"
 
 #define TORCHQ_INLINE inline __attribute__((always_inline))
 // A lambda that is called twice would be a function with its state in memory.

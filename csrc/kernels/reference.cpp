@@ -11,40 +11,61 @@
 #include "kernels/pool/reference.h"
 #include "kernels/rnn/reference.h"
 #include "kernels/rows/reference.h"
-#include "kernels/table.h"
 
 namespace torchq {
-constinit const Kernels kReferenceKernels = {
-    .isa = "reference",
+namespace {
+constexpr Tier kTier = Tier::reference;
+}  // namespace
+
+template <>
+constinit const GemmKernels Table<kTier, GemmKernels>::entries = {
     .widening = 1,
-    .rnn_widening = 1,
-    .matrix = nullptr,
     .gemm = &gemm,
-    .gemm_narrow = nullptr,
-    .gemm_split = nullptr,
-    .gemm_groups = nullptr,
+};
+
+template <>
+constinit const PanelKernels Table<kTier, PanelKernels>::entries = {
     .gemm_int4 = &gemm_int4,
-    .small_groups = &small_groups,
-    .small_groups_narrow = nullptr,
-    .widen = nullptr,
-    .clip = nullptr,
-    .widen_src = nullptr,
     .compensate = &compensate,
     .pack_panel = &pack_panel,
     .sum_bytes = &sum_bytes,
-    .why_no_slide = nullptr,
+};
+
+template <>
+constinit const SmallGroupKernels Table<kTier, SmallGroupKernels>::entries = {
+    .small_groups = &small_groups,
+};
+
+template <>
+constinit const DepthwiseKernels Table<kTier, DepthwiseKernels>::entries = {
     .depthwise_bytes = &depthwise_bytes,
     .depthwise = &depthwise,
+};
+
+template <>
+constinit const PoolKernels Table<kTier, PoolKernels>::entries = {
     .max_pool = &max_pool,
     .avg_pool = &avg_pool,
+};
+
+template <>
+constinit const PointwiseKernels Table<kTier, PointwiseKernels>::entries = {
     .convert = &convert,
     .add = &add,
     .mul = &mul,
     .lookup = &lookup,
+};
+
+template <>
+constinit const RnnKernels Table<kTier, RnnKernels>::entries = {
+    .rnn_widening = 1,
     .rnn_input = &rnn_input,
     .rnn_step = &rnn_step,
-    .rnn_pieces = nullptr,
     .quantize_row = &quantize_row,
+};
+
+template <>
+constinit const RowKernels Table<kTier, RowKernels>::entries = {
     .epilogue_row = &epilogue_row,
     .row_range = &row_range,
     .softmax = &softmax,
@@ -53,9 +74,17 @@ constinit const Kernels kReferenceKernels = {
     .affine = &affine,
     .blend = &blend,
     .reduce = &reduce,
+};
+
+template <>
+constinit const AttentionKernels Table<kTier, AttentionKernels>::entries = {
     .quantize_symmetric = &quantize_symmetric,
     .attention_weights = &attention_weights,
     .attention_means = &attention_means,
+};
+
+template <>
+constinit const EmbeddingKernels Table<kTier, EmbeddingKernels>::entries = {
     .embedding = &embedding,
     .embedding_bag = &embedding_bag,
 };

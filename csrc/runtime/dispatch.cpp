@@ -23,8 +23,8 @@
 namespace torchq {
 namespace {
 
-struct Tier {
-  const Kernels* kernels;
+struct Entry {
+  Kernels kernels;
   bool supported;
 };
 
@@ -59,31 +59,28 @@ constexpr bool kEmulated = false;
 #endif
 
 /// Slowest first; the last supported one is the default.
-const std::vector<Tier>& tiers() {
-  static const std::vector<Tier> all = [] {
+const std::vector<Entry>& tiers() {
+  static const std::vector<Entry> all = [] {
     choose_cpu_tuning();
-    std::vector<Tier> list = {{&kReferenceKernels, true}};
+    std::vector<Entry> list = {{make_kernels<Tier::reference>("reference"), true}};
 #if defined(__x86_64__)
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                         __builtin_cpu_supports("avx512vl");
-    list.push_back({&kAvx2Kernels, avx2});
-    list.push_back({&kAvx2VnniKernels, kEmulated || (avx2 && has_avx_vnni())});
-    list.push_back({&kAvx512Kernels, kEmulated || avx512});
+    list.push_back({make_kernels<Tier::avx2>("avx2"), avx2});
+    list.push_back(
+        {make_kernels<Tier::avx2_vnni>("avx2_vnni"), kEmulated || (avx2 && has_avx_vnni())});
+    list.push_back({make_kernels<Tier::avx512>("avx512"), kEmulated || avx512});
     const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
-    list.push_back({&kAvx512VnniKernels, kEmulated || vnni});
-    static const Kernels amx = [] {
-      Kernels kernels = kAvx512VnniKernels;
-      kernels.isa = kAmx.isa;
-      kernels.matrix = &kAmx;
-      return kernels;
-    }();
-    list.push_back({&amx, kEmulated || (vnni && has_amx())});
+    list.push_back({make_kernels<Tier::avx512_vnni>("avx512_vnni"), kEmulated || vnni});
+    Kernels amx = make_kernels<Tier::avx512_vnni>("amx");
+    amx.matrix = &kAmx;
+    list.push_back({amx, kEmulated || (vnni && has_amx())});
 #elif defined(__aarch64__)
-    list.push_back({&kNeonKernels, true});
-    list.push_back({&kNeonI8mmKernels, has_i8mm()});
+    list.push_back({make_kernels<Tier::neon>("neon"), true});
+    list.push_back({make_kernels<Tier::neon_i8mm>("neon_i8mm"), has_i8mm()});
 #endif
     return list;
   }();
@@ -92,9 +89,9 @@ const std::vector<Tier>& tiers() {
 
 const Kernels* find(const std::string& isa, const char* setting) {
   std::string known;
-  for (const Tier& tier : tiers()) {
-    if (isa == tier.kernels->isa && tier.supported) return tier.kernels;
-    if (tier.supported) known += (known.empty() ? "" : ", ") + std::string(tier.kernels->isa);
+  for (const Entry& tier : tiers()) {
+    if (isa == tier.kernels.isa && tier.supported) return &tier.kernels;
+    if (tier.supported) known += (known.empty() ? "" : ", ") + std::string(tier.kernels.isa);
   }
   TORCH_CHECK_VALUE(false, "torchq: ", setting, "=", isa,
                     " is not available here; this CPU supports: ", known, ".");
@@ -105,8 +102,8 @@ const Kernels* default_kernels() {
     const char* isa = std::getenv("TORCHQ_ISA");
     if (isa != nullptr && *isa != '\0') return find(isa, "TORCHQ_ISA");
     const Kernels* best = nullptr;
-    for (const Tier& tier : tiers()) {
-      if (tier.supported) best = tier.kernels;
+    for (const Entry& tier : tiers()) {
+      if (tier.supported) best = &tier.kernels;
     }
     return best;
   }();
@@ -131,8 +128,8 @@ const Kernels& kernels() { return selected != nullptr ? *selected : *default_ker
 
 std::vector<std::string> supported_isas() {
   std::vector<std::string> names;
-  for (const Tier& tier : tiers()) {
-    if (tier.supported) names.emplace_back(tier.kernels->isa);
+  for (const Entry& tier : tiers()) {
+    if (tier.supported) names.emplace_back(tier.kernels.isa);
   }
   return names;
 }

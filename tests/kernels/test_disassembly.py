@@ -8,6 +8,7 @@ may be written to the stack, and no sum may read its other operand from there.
 import re
 import shutil
 import subprocess
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
@@ -15,7 +16,6 @@ import pytest
 
 import torchq
 
-OBJECTS = {path.stem: path for path in Path(__file__).parents[2].glob("build/torch-*/isa/*.o")}
 DOT = re.compile(r"vpdpbusd|vpmaddwd|vpmaddubsw")
 STORE_TO_STACK = re.compile(r"%[xyz]mm\d+,\s*-?(0x)?[0-9a-f]*\(%r[sb]p")
 ADD_FROM_STACK = re.compile(r"^vpaddd .*\(%r[sb]p")
@@ -73,9 +73,15 @@ def spills(loop: list[str]) -> list[str]:
     return [i for i in loop if STORE_TO_STACK.search(i) or ADD_FROM_STACK.search(i)]
 
 
-def disassemble(path: Path) -> dict[str, list[tuple[int, str]]]:
-    command = ["objdump", "-d", "-C", "--no-show-raw-insn", str(path)]
+def disassemble(*objects: Path) -> dict[str, list[tuple[int, str]]]:
+    command = ["objdump", "-d", "-C", "--no-show-raw-insn", *objects]
     return functions(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+@cache
+def tier_functions(tier: str) -> dict[str, list[tuple[int, str]]]:
+    """The functions of all objects of a tier."""
+    return disassemble(*Path(__file__).parents[2].glob(f"build/torch-*/isa/{tier}/*.o"))
 
 
 @needs_objdump
@@ -87,7 +93,7 @@ def test_accumulators_stay_in_registers(tier: str) -> None:
     tiles = {
         # A stream's loop lies in that of a piece.
         name: [*chain(*k_loops(body))] if "rnn_streamed_panel" in name else k_loop(name, body)
-        for name, body in disassemble(OBJECTS[tier]).items()
+        for name, body in tier_functions(tier).items()
         if re.search(names, name)
     }
     assert len(tiles) >= 12, "the tiles were not found"
@@ -107,7 +113,7 @@ def test_accumulators_do_not_change_registers(tier: str) -> None:
     """GCC 12 moved up to six of them a step in recurrent tiles of three and four panels."""
     moves = {
         name: [i for i in k_loop(name, body) if MOVE.search(i)]
-        for name, body in disassemble(OBJECTS[tier]).items()
+        for name, body in tier_functions(tier).items()
         if re.search(STEPS, name)
     }
     assert not any(moves.values()), {name: lines for name, lines in moves.items() if lines}
@@ -121,7 +127,7 @@ def test_addresses_do_not_wait_for_products() -> None:
     names = STEPS.replace("|small_group", "")  # these have no register to spare
     parked = {
         name: lines
-        for name, body in disassemble(OBJECTS["avx512_vnni"]).items()
+        for name, body in tier_functions("avx512_vnni").items()
         if re.search(names, name) and (lines := [i for i in k_loop(name, body) if PARKED.search(i)])
     }
     assert not parked
@@ -145,7 +151,7 @@ def test_ends_of_tiles_find_sums_in_registers() -> None:
     """GCC 12 spilled 16 of 24 in front of all ends of a tile."""
     tiles = {
         name: spills(behind_products(body))
-        for name, body in disassemble(OBJECTS["avx512_vnni"]).items()
+        for name, body in tier_functions("avx512_vnni").items()
         if "gemm_tile<" in name and any(DOT.search(text) for _, text in body)
     }
     assert len(tiles) >= 100, "the tiles were not found"
@@ -158,7 +164,7 @@ def test_pipelined_tiles_store_their_sums_once() -> None:
     """Stores between the products are unrolled, and no other tiles spill."""
     stores = {
         name: sum("zmm" in text for text in spills([text for _, text in body]))  # xmm: addresses
-        for name, body in disassemble(OBJECTS["avx512_vnni"]).items()
+        for name, body in tier_functions("avx512_vnni").items()
         if "pipelined_tiles<" in name
     }
     assert len(stores) == 16, "the tiles were not found"

@@ -127,6 +127,8 @@ void expect_same(const char* what, const Buffer<T>& reference, const Buffer<T>& 
 /// Packed weights as `gemm`, or with k.rnn_widening, reads them.
 Buffer<int8_t> widened(const Kernels& k, int widening, const Buffer<int8_t>& packed);
 
+inline const Kernels kReferenceKernels = make_kernels<Tier::reference>("reference");
+
 // One file per family.
 
 void check_gemm(const Kernels& k);

@@ -59,9 +59,8 @@ struct Random {
   }
 };
 
-template <class Args>
-void check_args(const Kernels& k, int64_t (*Kernels::*entry)(const Args&), Args args,
-                int64_t size) {
+template <class Entry, class Args>
+void check_args(const Kernels& k, Entry entry, Args args, int64_t size) {
   Buffer<float> reference(size), tested = reference, partial((args.table.dim + 31) / 32 * 32);
   if constexpr (requires { args.partial; }) args.partial = partial.data();
   args.dst = reference.data();

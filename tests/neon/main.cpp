@@ -27,14 +27,15 @@ void report_crash(int) {
   _exit(1);
 }
 
-std::vector<const Kernels*> tiers() {
+std::vector<Kernels> tiers() {
 #if defined(__aarch64__)
   constexpr unsigned long kI8mm = 1ul << 13;  // HWCAP2
-  if (getauxval(AT_HWCAP2) & kI8mm) return {&kNeonKernels, &kNeonI8mmKernels};
+  const Kernels neon = make_kernels<Tier::neon>("neon");
+  if (getauxval(AT_HWCAP2) & kI8mm) return {neon, make_kernels<Tier::neon_i8mm>("neon_i8mm")};
   std::printf("neon_i8mm: not on this CPU\n");
-  return {&kNeonKernels};
+  return {neon};
 #else
-  return {&kAvx2Kernels};
+  return {make_kernels<Tier::avx2>("avx2")};
 #endif
 }
 
@@ -46,7 +47,7 @@ std::string left_out(const Kernels& k) {
   };
 #define ENTRY(name) add(#name, k.name != nullptr)
   // isa, two widenings, matrix, why_no_slide and depthwise_bytes are no entries.
-  static_assert(sizeof(Kernels) == (37 + 5) * sizeof(void*), "an ENTRY is missing below");
+  static_assert(sizeof(Kernels) == (37 + 6) * sizeof(void*), "an ENTRY is missing below");
   ENTRY(gemm), ENTRY(gemm_narrow), ENTRY(gemm_split), ENTRY(gemm_groups), ENTRY(gemm_int4),
       ENTRY(small_groups), ENTRY(small_groups_narrow), ENTRY(widen), ENTRY(clip), ENTRY(widen_src),
       ENTRY(compensate), ENTRY(pack_panel), ENTRY(sum_bytes), ENTRY(depthwise), ENTRY(max_pool),
@@ -120,19 +121,19 @@ int check_all() {
   struct sigaction action{};
   action.sa_handler = &report_crash;
   for (const int signal : {SIGSEGV, SIGBUS, SIGILL}) sigaction(signal, &action, nullptr);
-  for (const Kernels* tier : tiers()) {
-    current_tier = tier->isa;
+  for (const Kernels& tier : tiers()) {
+    current_tier = tier.isa;
     cases.clear();
     for (const auto check : {&check_gemm, &check_conv, &check_pointwise, &check_rnn, &check_rows,
                              &check_attention, &check_embedding}) {
-      check(*tier);
+      check(tier);
     }
-    std::printf("%s:", tier->isa);
+    std::printf("%s:", tier.isa);
     for (const auto& [entry, count] : cases) {
       if (count > 0) std::printf(" %s %d", entry.c_str(), count);
     }
-    const std::string missing = left_out(*tier);
-    std::printf("\n%s: %s%s\n", tier->isa,
+    const std::string missing = left_out(tier);
+    std::printf("\n%s: %s%s\n", tier.isa,
                 missing.empty() ? "every entry is compared" : "not compared:", missing.c_str());
 #if defined(__aarch64__)
     failures += !missing.empty();

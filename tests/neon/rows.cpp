@@ -6,9 +6,8 @@ namespace torchq {
 namespace {
 
 /// A destination of `size` values; runs both tables with it.
-template <class Args, class Kernel>
-void check_real(RealRow Args::* dst, Args args, int64_t size, Kernel Kernels::* entry,
-                const Kernels& k) {
+template <class Args, class Entry>
+void check_real(RealRow Args::* dst, Args args, int64_t size, Entry entry, const Kernels& k) {
   RealRow& row = args.*dst;
   row.dtype = pick({DType::u8, DType::s8, DType::f32});
   row.inverse_scale = within(200.0f);

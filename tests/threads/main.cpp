@@ -120,7 +120,7 @@ void check_rnn(RnnCell cell, int gates, int directions, bool dynamic) {
     layer.h_n = h_n.data();
     layer.c_n = cell == RnnCell::kLstm ? c_n.data() : nullptr;
     at::num_threads = threads;
-    run_rnn(layer, kReferenceKernels);
+    run_rnn(layer, make_kernels<Tier::reference>("reference"));
     at::num_threads = 4;
     dst.insert(dst.end(), h_n.begin(), h_n.end());
     dst.insert(dst.end(), c_n.begin(), c_n.end());

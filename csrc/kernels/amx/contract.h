@@ -2,7 +2,8 @@
 // Contract of a matrix unit, beside the table of the other kernels.
 #pragma once
 
-#include "kernels/table.h"
+#include "kernels/gemm/contract.h"
+#include "kernels/rnn/contract.h"
 
 namespace torchq {
 
@@ -55,7 +56,6 @@ struct UnitRows {
 /// rows, without `flip`. Of each kUnitRows rows all are read, whether they are rows or not. Rows
 /// whose `dst_offset` is negative are not stored. `begin` takes the quads of a chunk, up to 16.
 struct MatrixUnit {
-  const char* isa;
   void (*gather)(const GatherRows&);
   void (*begin)(int64_t chunk_quads);
   void (*multiply)(const GemmTile&, const UnitRows&, const Epilogue&);

@@ -5,7 +5,7 @@
 #include <immintrin.h>
 
 #include "kernels/amx/contract.h"
-#include "kernels/gemm/gemm.h"
+#include "kernels/epilogue/register_epilogue.h"
 
 namespace {
 

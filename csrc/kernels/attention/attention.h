@@ -2,6 +2,7 @@
 // Rows of attention: scores to bytes, and weighted sums to means (contracts in contract.h).
 #pragma once
 
+#include "kernels/attention/contract.h"
 #include "kernels/rows/rows.h"
 
 namespace {

@@ -53,4 +53,11 @@ struct AttentionMeans {
   int64_t dst_stride;  // values
 };
 
+/// Entries of attention/attention.cpp.
+struct AttentionKernels {
+  void (*quantize_symmetric)(const SymmetricRows&);
+  void (*attention_weights)(const AttentionRows&);
+  void (*attention_means)(const AttentionMeans&);
+};
+
 }  // namespace torchq

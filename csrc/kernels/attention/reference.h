@@ -2,6 +2,7 @@
 // Rows of attention in plain loops.
 #pragma once
 
+#include "kernels/attention/contract.h"
 #include "kernels/rows/reference.h"
 
 namespace {

@@ -2,7 +2,8 @@
 // Contract of depthwise convolution; dense convolutions are GemmTile.
 #pragma once
 
-#include "kernels/types.h"
+#include "kernels/epilogue/contract.h"
+#include "kernels/gemm/contract.h"
 
 namespace torchq {
 
@@ -29,6 +30,24 @@ struct DepthwiseRows {
   int count;
   const uint8_t* const* src;  // [count][kernel_rows] first pixels; `padding` for rows outside
   const int64_t* dst_offset;  // [count] elements
+};
+
+/// Entries of conv/small_groups.cpp.
+struct SmallGroupKernels {
+  /// `gemm` and `gemm_narrow` for small groups: dst[row][n] sums over the
+  /// inputs of n's group only.
+  void (*small_groups)(const GemmTile&, const Epilogue&);
+  void (*small_groups_narrow)(const GemmTile&, const Epilogue&) = nullptr;
+};
+
+/// Entries of conv/depthwise.cpp.
+struct DepthwiseKernels {
+  /// Returns the reason why windows do not slide along a row, the faster of two strategies, or
+  /// null. Null: there is one strategy.
+  const char* (*why_no_slide)(const DepthwiseLayer&, const Epilogue&) = nullptr;
+  /// Bytes of scratch that `depthwise` needs, aligned to 64.
+  int64_t (*depthwise_bytes)(const DepthwiseLayer&);
+  void (*depthwise)(const DepthwiseLayer&, const DepthwiseRows&, const Epilogue&, void* scratch);
 };
 
 }  // namespace torchq

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kernels/common.h"
+#include "kernels/conv/contract.h"
 #include "kernels/cpu_tuning.h"
 
 namespace {

@@ -2,6 +2,7 @@
 // Convolutions of small groups and depthwise ones, in plain loops.
 #pragma once
 
+#include "kernels/conv/contract.h"
 #include "kernels/gemm/reference.h"
 
 namespace {

@@ -2,7 +2,10 @@
 // Initial sums of small groups and their epilogue (small_groups.h).
 #pragma once
 
-#include "kernels/gemm/gemm.h"
+#include "kernels/conv/contract.h"
+#include "kernels/epilogue/register_epilogue.h"
+#include "kernels/gemm/dot_step.h"
+#include "kernels/gemm/tiles.h"
 
 namespace {
 

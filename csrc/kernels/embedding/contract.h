@@ -57,4 +57,12 @@ struct EmbeddingBags {
 };
 constexpr int64_t kNoPadding = INT64_MIN;
 
+/// Entries of embedding/embedding.cpp.
+struct EmbeddingKernels {
+  /// Each returns the position of an index that is no row, or -1
+  /// (embedding/contract.h).
+  int64_t (*embedding)(const EmbeddingRows&);
+  int64_t (*embedding_bag)(const EmbeddingBags&);
+};
+
 }  // namespace torchq

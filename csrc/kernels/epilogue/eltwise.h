@@ -3,6 +3,7 @@
 // contract.h).
 #pragma once
 
+#include "kernels/epilogue/contract.h"
 #include "kernels/math.h"
 
 namespace {

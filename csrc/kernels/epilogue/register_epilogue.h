@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kernels/epilogue/epilogue.h"
+#include "kernels/gemm/contract.h"
 
 namespace {
 

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Weights clipped so that adjacent pairs fit 16-bit sums, and their excess (contract: `clip` in
-// table.h).
+// contract.h).
 #pragma once
 
 #include "kernels/common.h"
+#include "kernels/gemm/contract.h"
 
 namespace {
 

@@ -2,14 +2,11 @@
 // Contracts of the matrix product: tiles of rows times packed panels, and packing at run time.
 #pragma once
 
+#include "kernels/epilogue/contract.h"
 #include "kernels/types.h"
 
 namespace torchq {
 
-/// Destination rows of one tile of 4 panels. 6 rows x 4 panels keep 24 accumulators, 4 weights and
-/// 1 broadcast in the 32 registers of AVX-512; 6 x 1 fits the 16 of AVX2. Measured: 99 % of peak on
-/// Zen 4.
-constexpr int kTileRows = 6;
 /// Rows that `Kernels::gemm` is called with at most: many tiles, so that what a call costs is
 /// shared by them. Measured on Zen 5, beside 8 tiles: 1x1 of 32 to 16 channels takes 0.91 of the
 /// time, of 64 to 64 and the 3x3 stem 0.97, of 256 to 1024 1.00.
@@ -104,6 +101,51 @@ struct PanelSource {
   int64_t k;
   int channels;
   bool flip;  // u8 packed as value - 128
+};
+
+/// Entries of gemm/gemm.cpp.
+struct GemmKernels {
+  /// Bytes a packed weight byte occupies for `gemm`: 1, or 2 where weights are
+  /// widened to 16 bits first.
+  int widening;
+  void (*gemm)(const GemmTile&, const Epilogue&);
+  /// Exact only for panels whose pair bound is at most 128, as clipped ones, to
+  /// whose products it adds those of `excess`, where `clip` is not null; reads
+  /// packed weights as they are. Null where `gemm` already does.
+  void (*gemm_narrow)(const GemmTile&, const Epilogue&) = nullptr;
+  /// `gemm` with packed weights as they are, widened in registers once for each
+  /// tile of rows: for few rows. Null where `gemm` reads them, and on `avx512`.
+  void (*gemm_split)(const GemmTile&, const Epilogue&) = nullptr;
+  /// The same as `gemm` for the panels of several groups; null where `gemm`
+  /// takes them one by one.
+  void (*gemm_groups)(const GemmTile&, const Epilogue&) = nullptr;
+};
+
+/// Entries of gemm/panels.cpp.
+struct PanelKernels {
+  /// Rows times panels of 4-bit weights.
+  void (*gemm_int4)(const Int4Tile&);
+  /// Widens `bytes` packed weights for `gemm`. Null when `widening` is 1.
+  void (*widen)(const int8_t* packed, int64_t bytes, int8_t* dst) = nullptr;
+  /// Packed weights as the sum of clipped ones, whose pairs fit 16-bit sums,
+  /// and of their excess, which no odd byte has: that of the even bytes, as
+  /// 16-bit values, is written for the quads that have any, `index` says for
+  /// which. Returns how many; all three have room for `quads`, of which what is
+  /// behind the last may be overwritten. Null where `gemm_narrow` knows no
+  /// excess.
+  int64_t (*clip)(const int8_t* packed, int64_t quads, int8_t* clipped, int8_t* excess,
+                  int64_t* index) = nullptr;
+  /// Widens the rows of a tile for `gemm`, their runs side by side; s8 become
+  /// u8 (`flip`). Null where that does not pay.
+  void (*widen_src)(const GemmTile&, uint8_t* dst) = nullptr;
+  /// acc_init[n] = bias[n] - zero_point * sum over taps of
+  /// compensation[tap][n]; bias may be null.
+  void (*compensate)(const int32_t* compensation, int64_t stride, const int32_t* taps, int num_taps,
+                     const int32_t* bias, int32_t zero_point, int64_t n, int32_t* acc_init);
+  /// dst[ceil(k/4)][16][4], zeros where there is nothing; sums[16] over k.
+  void (*pack_panel)(const PanelSource&, int8_t* dst, int32_t* sums);
+  /// The sum of u8 values, or of s8 values + 128 (`flip`).
+  int32_t (*sum_bytes)(const uint8_t* src, int64_t size, bool flip);
 };
 
 }  // namespace torchq

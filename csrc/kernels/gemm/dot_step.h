@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/common.h"
+#include "kernels/gemm/contract.h"
 
 namespace {
 

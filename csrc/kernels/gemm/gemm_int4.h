@@ -5,6 +5,7 @@
 
 #include "kernels/common.h"
 #include "kernels/cpu_tuning.h"
+#include "kernels/gemm/contract.h"
 
 namespace {
 

@@ -6,63 +6,14 @@
 #include "kernels/epilogue/register_epilogue.h"
 #include "kernels/gemm/clip.h"
 #include "kernels/gemm/dot_step.h"
+#include "kernels/gemm/tiles.h"
 
 namespace {
 
-/// Panels of the widest tile, where a dot product is one instruction and there are 32 registers.
-constexpr int kWidePanels = 8;
-template <class Isa>
-constexpr bool kHasWide = Isa::kMaxPanels == 4 && Isa::kSteps == 1;
-
-/// Rows of the tallest tile of NP panels. On Intel 6 sums of one panel, or 12 of two, are too few
-/// for the latency of VPDPBUSD, and a tile's fixed cost weighs more with few panels. There tiles of
-/// three panels have 8 rows: as many sums as 6 rows of four. Wide tiles have one row or two.
-template <class Isa, int NP>
-constexpr int kMostRows = NP == 1                                 ? Isa::kTallestRows
-                          : NP == 2                               ? Isa::kTallRows
-                          : NP == 3 && Isa::kTallRows > kTileRows ? 8
-                          : NP == kWidePanels                     ? 2
-                                                                  : kTileRows;
-
-/// Software-prefetch policy of a tile: nothing, or its own weights ahead of their use.
-/// kNextPanelsL1/L2: tile n of the row loop prefetches panel n of the next NP panels.
-enum Prefetch : int { kNone, kOwnWeights, kNextPanelsL1, kNextPanelsL2 };
-
 /// True for tiles that can prefetch their own weights: the dot products of a step take longer than
 /// its loads, and the addresses fit the general registers.
-template <class Isa, int MR, int kGroupPanels>
-constexpr bool kPrefetchesOwnWeights = Isa::kPrefetches && kGroupPanels == 0 && MR >= 4 && MR <= 8;
-
-/// Form of a tile's source dwords: four u8, four s8, or two 16-bit values (`GemmTile::widened`).
-enum SrcForm : int { kUnsigned, kSigned, kWidened };
-
-TORCHQ_INLINE SrcForm src_form(const GemmTile& t) {
-  return t.widened ? kWidened : t.flip ? kSigned : kUnsigned;
-}
-
-/// The weights of a quad's even bytes (kStep 0) or odd ones as 16-bit values: as they are, or,
-/// where kSplits, of a panel's 64 packed bytes.
-template <class Isa, bool kSplits, int kStep>
-struct LoadHalf {
-  TORCHQ_INLINE auto operator()(const int8_t* p) const {
-    if constexpr (kSplits) {
-      return Isa::template split_weight<kStep>(Isa::load_weight(p));
-    } else {
-      return Isa::load_weight(p);
-    }
-  }
-};
-
-/// The even bytes of a quad of the source, or the odd ones, as 16-bit values.
-template <class Isa, SrcForm kForm, int kStep>
-TORCHQ_INLINE auto load_src_half(const uint8_t* quad) {
-  if constexpr (kForm == kWidened) {
-    return Isa::broadcast(quad + kStep * kQuad);
-  } else {
-    const auto bytes = Isa::broadcast(quad);
-    return Isa::template split_src<kStep>(kForm == kSigned ? Isa::flip_sign(bytes) : bytes);
-  }
-}
+template <class Isa, int MR>
+constexpr bool kPrefetchesOwnWeights = Isa::kPrefetches && MR >= 4 && MR <= 8;
 
 /// Adds the products of the excess of a panel's clipped weights: of the even bytes of some quads.
 template <class Isa, int MR, SrcForm kForm>
@@ -74,11 +25,6 @@ TORCHQ_INLINE void add_excess(const GemmExcess& x, const uint8_t* const (&row)[M
                                 [&](int r) { return load_src_half<Isa, kForm, 0>(row[r] + k); });
   }
 }
-
-/// Form of a tile's weights. kWhole: operands of `Isa::dot`, bytes for VNNI and 16-bit copies else.
-/// kNarrow: packed bytes whose pairs fit 16-bit sums. kSplit: packed bytes, widened to 16 bits in
-/// registers.
-enum class WeightForm { kWhole, kNarrow, kSplit };
 
 /// MR rows x NP panels; `first` and `panel` count from the first of `t`. kGroupPanels: panels of a
 /// group, of as many inputs as outputs, that does not share its source.
@@ -167,40 +113,42 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int first, 
   tile_epilogue<Isa, MR, NP>(t, e, acc, first, panel);
 }
 
-using TileFn = void (*)(const GemmTile&, const Epilogue&, int first, int panel);
+/// The tiles of NP panels, for GemmTiles.
+template <class Isa, int NP>
+struct MakeTiles {
+  GemmTiles<NP> tiles{};
 
-/// The tiles of NP panels, fn[prefetch][form][rows - 1].
-template <class Isa, int NP, WeightForm kWeights, int kGroupPanels>
-struct TileTable {
-  TileFn fn[4][3][kMostRows<Isa, NP>];
-
-  template <int MR, SrcForm kForm, Prefetch kPrefetch>
+  template <int MR, SrcForm kForm, WeightForm kWeights>
   constexpr void set() {
-    fn[kPrefetch][kForm][MR - 1] =
-        &gemm_tile<Isa, MR, NP, kForm, kWeights, kGroupPanels, kPrefetch>;
-  }
-  template <int MR, SrcForm kForm>
-  constexpr void set() {
-    constexpr bool kOwn = kPrefetchesOwnWeights<Isa, MR, kGroupPanels>;
-    set<MR, kForm, kNone>();
-    if constexpr (kOwn) set<MR, kForm, kOwnWeights>();
-    if constexpr (!kOwn) fn[kOwnWeights][kForm][MR - 1] = fn[kNone][kForm][MR - 1];
-    if constexpr (Isa::kPrefetches && NP == Isa::kMaxPanels && kGroupPanels == 0) {
-      set<MR, kForm, kNextPanelsL1>();
-      set<MR, kForm, kNextPanelsL2>();
+    auto& of = tiles.of[static_cast<int>(kWeights)];
+    const auto tile = &gemm_tile<Isa, MR, NP, kForm, kWeights, 0, kNone>;
+    of[kNone][kForm][MR - 1] = of[kOwnWeights][kForm][MR - 1] = tile;
+    if constexpr (kPrefetchesOwnWeights<Isa, MR>) {
+      of[kOwnWeights][kForm][MR - 1] = &gemm_tile<Isa, MR, NP, kForm, kWeights, 0, kOwnWeights>;
+    }
+    if constexpr (Isa::kPrefetches && NP == Isa::kMaxPanels) {
+      of[kNextPanelsL1][kForm][MR - 1] = &gemm_tile<Isa, MR, NP, kForm, kWeights, 0, kNextPanelsL1>;
+      of[kNextPanelsL2][kForm][MR - 1] = &gemm_tile<Isa, MR, NP, kForm, kWeights, 0, kNextPanelsL2>;
+    }
+    if constexpr (kJoinsGroups<Isa> && NP == Isa::kMaxPanels) {
+      tiles.of_groups[0][kForm][MR - 1] = &gemm_tile<Isa, MR, NP, kForm, kWeights, 1, kNone>;
+      tiles.of_groups[1][kForm][MR - 1] = &gemm_tile<Isa, MR, NP, kForm, kWeights, 2, kNone>;
     }
   }
-  template <int MR>
+  template <int MR, WeightForm kWeights>
   constexpr void fill() {
-    set<MR, kUnsigned>();
-    set<MR, kSigned>();
-    if constexpr (Isa::kWidensSrc && kWeights != WeightForm::kNarrow) set<MR, kWidened>();
-    if constexpr (MR < kMostRows<Isa, NP>) fill<MR + 1>();
+    set<MR, kUnsigned, kWeights>();
+    set<MR, kSigned, kWeights>();
+    if constexpr (Isa::kWidensSrc && kWeights != WeightForm::kNarrow) set<MR, kWidened, kWeights>();
+    if constexpr (MR < kMostRows<Isa, NP>) fill<MR + 1, kWeights>();
   }
-  constexpr TileTable() : fn() { fill<1>(); }
+  constexpr MakeTiles() {
+    if constexpr (NP <= Isa::kMaxPanels || (NP == kWidePanels && kHasWide<Isa>)) {
+      fill<1, WeightForm::kWhole>();
+      if constexpr (Isa::kHasNarrow) fill<1, WeightForm::kNarrow>();
+      if constexpr (Isa::kWidensSrc) fill<1, WeightForm::kSplit>();
+    }
+  }
 };
-
-template <class Isa, int NP, WeightForm kWeights, int kGroupPanels = 0>
-constexpr TileTable<Isa, NP, kWeights, kGroupPanels> kTiles;
 
 }  // namespace

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Packing at run time, for operands that are not constant (contracts: PanelSource, sum_bytes in
-// table.h). 16 bytes at a time, as the compiler's vectors: a panel is 16 wide.
+// contract.h). 16 bytes at a time, as the compiler's vectors: a panel is 16 wide.
 #pragma once
 
 #include "kernels/common.h"
+#include "kernels/gemm/contract.h"
 
 namespace {
 
@@ -156,6 +157,20 @@ int32_t sum_bytes(const uint8_t* src, int64_t size, bool flip) {
   int32_t sum = static_cast<int32_t>(Isa::sum_lanes(total));
   for (; i < size; ++i) sum += flip ? src[i] ^ 0x80 : src[i];
   return sum;
+}
+
+template <class Isa>
+void compensate(const int32_t* compensation, int64_t stride, const int32_t* taps, int num_taps,
+                const int32_t* bias, int32_t zero_point, int64_t n, int32_t* acc_init) {
+  for (int64_t i = 0; i < n; i += kPanel) {
+    const auto m = Isa::mask(min_int(n - i, kPanel));
+    auto sum = Isa::zero();
+    for (int t = 0; t < num_taps; ++t) {
+      sum = Isa::add(sum, Isa::load_int(compensation + taps[t] * stride + i, m));
+    }
+    auto init = bias == nullptr ? Isa::zero() : Isa::load_int(bias + i, m);
+    Isa::store_int(acc_init + i, Isa::sub(init, Isa::mul(sum, Isa::set_int(zero_point))), m);
+  }
 }
 
 }  // namespace

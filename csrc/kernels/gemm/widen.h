@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bytes as 16-bit values, for tiers that multiply those (contracts: `widen` and `widen_src` of
-// Kernels in table.h).
+// Bytes as 16-bit values, for tiers that multiply those (contracts: `widen` and `widen_src` in
+// contract.h).
 #pragma once
 
 #include "kernels/common.h"
+#include "kernels/gemm/contract.h"
 
 namespace {
 

@@ -37,4 +37,12 @@ struct BinaryRows {
   int32_t z0, z1;
 };
 
+/// Entries of pointwise/elementwise.cpp.
+struct PointwiseKernels {
+  void (*convert)(const ConvertRow&);
+  void (*add)(const BinaryRows&);
+  void (*mul)(const BinaryRows&);
+  void (*lookup)(const uint8_t* src, const uint8_t* table, uint8_t* dst, int64_t size);
+};
+
 }  // namespace torchq

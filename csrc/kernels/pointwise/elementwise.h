@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kernels/epilogue/epilogue.h"
+#include "kernels/pointwise/contract.h"
 
 namespace {
 

@@ -19,4 +19,10 @@ struct PoolRow {
   DType dst_dtype;  // average: that of src, or f32, where nothing is rounded to an integer
 };
 
+/// Entries of pool/pool.cpp.
+struct PoolKernels {
+  void (*max_pool)(const PoolRow&);
+  void (*avg_pool)(const PoolRow&);
+};
+
 }  // namespace torchq

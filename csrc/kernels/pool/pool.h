@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/epilogue/epilogue.h"
+#include "kernels/pool/contract.h"
 
 namespace {
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/epilogue/reference.h"
+#include "kernels/pool/contract.h"
 
 namespace {
 

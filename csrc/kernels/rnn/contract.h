@@ -115,4 +115,15 @@ struct QuantizeRow {
   int32_t zero_point;  // result
 };
 
+/// Entries of rnn/rnn.cpp.
+struct RnnKernels {
+  /// The same for `rnn_input` and `rnn_step`.
+  int rnn_widening;
+  void (*rnn_input)(const RnnInput&);
+  void (*rnn_step)(const RnnStep&);
+  /// Returns the number of pieces of RnnLookahead that a step runs; null: none.
+  int64_t (*rnn_pieces)(const RnnStep&) = nullptr;
+  void (*quantize_row)(QuantizeRow&);
+};
+
 }  // namespace torchq

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/epilogue/reference.h"
+#include "kernels/rnn/contract.h"
 #include "kernels/rnn/rnn_cell.h"
 
 namespace {

@@ -13,6 +13,7 @@
 #pragma once
 
 #include "kernels/math.h"
+#include "kernels/rnn/contract.h"
 
 namespace {
 

@@ -2,7 +2,8 @@
 // The products of recurrent cells: rows of the source or the state with the panels of many gates.
 #pragma once
 
-#include "kernels/gemm/gemm.h"
+#include "kernels/gemm/dot_step.h"
+#include "kernels/gemm/tiles.h"
 
 namespace {
 

@@ -2,6 +2,7 @@
 // Contracts of ops in real units, row by row: softmax, normalizations, resampling, reductions.
 #pragma once
 
+#include "kernels/epilogue/contract.h"
 #include "kernels/types.h"
 
 namespace torchq {
@@ -78,6 +79,25 @@ struct MomentsRows {
   bool is_signed;
   int64_t rows, stride, size;
   int32_t *sums, *squares;
+};
+
+/// Entries of rows/rows.cpp.
+struct RowKernels {
+  /// dst[i] = what the operations of a float chain and its end make of x[i], in
+  /// real units; their channel is i, dst and sources begin at e.dst and e.sums.
+  /// Overwrites x, which has room for whole panels.
+  void (*epilogue_row)(float* x, int64_t size, const Epilogue& e);
+  /// The smallest and largest of the values and 0; false, and they are nothing,
+  /// where not all values are finite.
+  bool (*row_range)(const float* src, int64_t size, float* lo, float* hi);
+  void (*softmax)(const SoftmaxRow&);
+  void (*moments)(const MomentsRows&);
+  /// The sums of adjacent values, and of their squares.
+  void (*row_moments)(const uint8_t* src, int64_t size, bool is_signed, int64_t* sum,
+                      int64_t* squares);
+  void (*affine)(const AffineRows&);
+  void (*blend)(const BlendRow&);
+  void (*reduce)(const ReduceRows&);
 };
 
 }  // namespace torchq

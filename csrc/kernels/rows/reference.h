@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/epilogue/reference.h"
+#include "kernels/rows/contract.h"
 
 namespace {
 

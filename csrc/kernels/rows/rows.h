@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/epilogue/epilogue.h"
+#include "kernels/rows/contract.h"
 
 namespace {
 
