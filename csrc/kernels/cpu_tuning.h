@@ -164,13 +164,6 @@ struct CpuTuning {
   /// Largest weights of a pipelined tile (gemm_pipelined.h), in bytes: such tiles read them more
   /// often. 0 on Intel, where conversions and products share their execution ports.
   int64_t pipelined_bytes;
-  /// The same for recurrent tiles (rnn_pipelined.h). Zen 5 multiplies twice as fast and waits for
-  /// L2: with 64 KB it takes 1.05 of the time. Zen 4 takes 0.97 with 96 KB, the most that was
-  /// measured.
-  int64_t rnn_pipelined_bytes;
-  /// Fewest quads for which recurrent tiles gain from pipelining. Zen 5, with whole stages between
-  /// products: 48 quads take 0.98 to 1.02 of the time, 32 quads 1.03 to 1.05.
-  int64_t rnn_pipelined_quads;
 };
 
 /// The row of this CPU, or the one that TORCHQ_CPU names. It is chosen once, when the first op asks

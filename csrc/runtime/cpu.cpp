@@ -51,33 +51,25 @@ constexpr CpuTuning kZen4 = {.name = "zen4",
                              .gains_from_l1 = false,
                              .gains_from_streams = true,
                              .gains_from_few_streams = false,
-                             .pipelined_bytes = 128 * kKb,
-                             .rnn_pipelined_bytes = 96 * kKb,
-                             .rnn_pipelined_quads = 0};
+                             .pipelined_bytes = 128 * kKb};
 constexpr CpuTuning kZen5 = {.name = "zen5",
                              .prefetch_distance = 0,
                              .gains_from_l1 = false,
                              .gains_from_streams = true,
                              .gains_from_few_streams = true,
-                             .pipelined_bytes = 128 * kKb,
-                             .rnn_pipelined_bytes = 48 * kKb,
-                             .rnn_pipelined_quads = 56};
+                             .pipelined_bytes = 128 * kKb};
 constexpr CpuTuning kEmeraldRapids = {.name = "emeraldrapids",
                                       .prefetch_distance = 512,
                                       .gains_from_l1 = true,
                                       .gains_from_streams = false,
                                       .gains_from_few_streams = false,
-                                      .pipelined_bytes = 0,
-                                      .rnn_pipelined_bytes = 0,
-                                      .rnn_pipelined_quads = 0};
+                                      .pipelined_bytes = 0};
 constexpr CpuTuning kUnknown = {.name = "unknown",
                                 .prefetch_distance = 0,
                                 .gains_from_l1 = false,
                                 .gains_from_streams = false,
                                 .gains_from_few_streams = false,
-                                .pipelined_bytes = 0,
-                                .rnn_pipelined_bytes = 0,
-                                .rnn_pipelined_quads = 0};
+                                .pipelined_bytes = 0};
 
 constexpr CpuTuning like(CpuTuning row, const char* name) {
   row.name = name;

@@ -24,7 +24,7 @@ MOVE = re.compile(r"^vmov(dqa|aps)\w*\s+%[yz]mm\d+,%[yz]mm\d+$")
 # GCC 12 keeps up to two of the 24 accumulators of the widened AVX-512 tiles on the stack.
 ALLOWED = {"avx512": 2}
 # Tiles whose loops are one step each.
-STEPS = "(gemm|streamed|rnn|rnn_pipelined|small_group)_tile<|rnn_streamed_(panel|cells)<"
+STEPS = "(gemm|streamed|rnn|small_group)_tile<|rnn_streamed_(panel|cells)<"
 # The sums of amx are in tile registers, which have no other place to be.
 TIERS = [isa for isa in torchq.supported_isas() if isa.startswith("avx")]
 
@@ -61,7 +61,7 @@ def k_loop(name: str, body: list[tuple[int, str]]) -> list[str]:
     """The shortest of them; empty if there is none. All but those around others where cells part
     the products into many, or each end has its own, or what clipped weights lack comes later."""
     loops = k_loops(body)
-    several = "rnn_(pipelined_tile|streamed_cells)<|small_group_(slide|sums)<|Avx2,.*WeightForm\\)1"
+    several = "rnn_streamed_cells<|small_group_(slide|sums)<|Avx2,.*WeightForm\\)1"
     if re.search(several, name):
         inner = [loop for loop in loops if not any({*other} < {*loop} for other in loops)]
         return [*chain(*inner)]

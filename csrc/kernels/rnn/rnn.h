@@ -5,7 +5,6 @@
 // through a tile in L1, so that cells of two or three rows have the registers to themselves.
 #pragma once
 
-#include "kernels/rnn/rnn_pipelined.h"
 #include "kernels/rnn/rnn_streamed.h"
 
 namespace {
@@ -78,10 +77,16 @@ TORCHQ_NOINLINE void rnn_run(const RnnStep& s) {
   Tiles::end();
 }
 
+/// Vectors only: a matrix unit multiplies beside them anyway.
+template <class Tiles>
+constexpr bool kMayStream = false;
+template <class Isa>
+constexpr bool kMayStream<VectorTiles<Isa>> = kHasWide<Isa>;
+
 template <class Tiles, RnnCell kCell>
 void rnn_cells(const RnnStep& s) {
   // A vanilla GRU's stages leave panels out.
-  if constexpr (kMayPipeline<Tiles> && kCell != RnnCell::kGruGates && kCell != RnnCell::kGruNew) {
+  if constexpr (kMayStream<Tiles> && kCell != RnnCell::kGruGates && kCell != RnnCell::kGruNew) {
     using Isa = typename Tiles::Isa;
     if (rnn_is_streamed<Isa>(s)) return rnn_streamed<Isa, kCell>(s);
   }
@@ -90,9 +95,6 @@ void rnn_cells(const RnnStep& s) {
 
 template <class Tiles>
 void rnn_step(const RnnStep& s) {
-  if constexpr (kMayPipeline<Tiles>) {
-    if (rnn_is_pipelined<typename Tiles::Isa>(s)) return rnn_pipelined<Tiles>(s);
-  }
   switch (s.cell) {
     case RnnCell::kLstm:
       return rnn_cells<Tiles, RnnCell::kLstm>(s);

@@ -41,8 +41,7 @@ constexpr int rnn_pauses(RnnCell cell) {
   return cell == RnnCell::kLstm ? 7 : cell == RnnCell::kGru ? 10 : cell == RnnCell::kTanh ? 4 : 1;
 }
 
-/// Called between the steps of a formula; does nothing. rnn_streamed.h and rnn_pipelined.h run
-/// products there.
+/// Called between the steps of a formula; does nothing. rnn_streamed.h runs products there.
 struct Nothing {
   TORCHQ_INLINE void operator()() const {}
 };

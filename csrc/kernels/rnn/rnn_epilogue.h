@@ -62,9 +62,8 @@ struct RnnSums {
 
 /// As many cells as V has, of other rows or groups. Those of an LSTM or GRU have two stages, the
 /// first of which ends with c, or with the new gate's argument: all of a block's cells take it
-/// before any takes the second, or each when its turn comes (rnn_pipelined.h). Each has fewer
-/// instructions in a row that wait for others (whole layers of 512 units: 1 to 3 % faster with
-/// vectors, up to 4 % on AMX).
+/// before any takes the second. Each has fewer instructions in a row that wait for others (whole
+/// layers of 512 units: 1 to 3 % faster with vectors, up to 4 % on AMX).
 template <class Isa, class V, RnnCell kCell, int kStage, bool kPlain, class Between = Nothing>
 TORCHQ_INLINE void rnn_epilogue(const RnnStep& s, const RnnSums* sums,
                                 const Between& between = {}) {
