@@ -26,6 +26,7 @@ constexpr Dwords8 kOnes = fill(0x00010001u);
 struct Avx2 : Avx2Lanes {
   static constexpr Tier kTier = Tier::avx2;
   static constexpr int kMaxPanels = 1;
+  static constexpr int kVectors = 8;
   static constexpr int kTallRows = kTileRows, kTallestRows = kTileRows;
   static constexpr bool kPrefetches = false;
   static constexpr bool kMasksTails = false;

@@ -29,6 +29,7 @@ alignas(16) constexpr uint8_t kChannelOrder[2][16] = {
 struct Avx512 : Avx512Lanes {
   static constexpr Tier kTier = Tier::avx512;
   static constexpr int kMaxPanels = 4;
+  static constexpr int kVectors = 32;
   /// Rows of the tallest tiles of two panels, and of one.
   static constexpr int kTallRows = kTileRows, kTallestRows = kTileRows;
   static constexpr bool kPrefetches = false;

@@ -158,6 +158,7 @@ concept HasBytes = requires(typename T::Bytes b, typename T::Int i, uint8_t* u, 
 template <class T>
 concept HasConstants = requires {
   requires T::kMaxPanels >= 1;                // panels of a tile
+  requires T::kVectors >= 8;                  // of 16 lanes, in all registers
   requires T::kSteps == 1 || T::kSteps == 2;  // 2: a quad as two pairs of 16-bit values
   requires T::kTallRows >= 1 &&
                    T::kTallestRows >= T::kTallRows;   // rows of two-panel, one-panel tiles

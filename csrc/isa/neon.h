@@ -13,6 +13,7 @@ struct Neon : NeonLanes {
   static constexpr Tier kTier = Tier::neon;
   /// Six rows of a panel keep 24 accumulators, 4 weights and a source in the 32 registers.
   static constexpr int kMaxPanels = 1;
+  static constexpr int kVectors = 8;
   static constexpr int kTallRows = kTileRows, kTallestRows = kTileRows;
   static constexpr bool kPrefetches = false;
   static constexpr bool kMasksTails = false;

@@ -208,23 +208,23 @@ UNIT_REASONS = {
 
 # call -> what avx2 chooses with one thread
 CHOICES = {
-    "linear(128, 768, 40)": ["gemm_narrow,weights:pairs block:3 outermost:rows shares:1x1"],
-    "linear(128, 1024, 1024)": ["gemm_narrow,weights:pairs block:4 outermost:blocks shares:1x1"],
-    "linear(8, 1024, 1024)": ["gemm_narrow,weights:pairs block:64 outermost:rows shares:1x1"],
+    "linear(128, 768, 40)": ["gemm_narrow,weights:narrow block:3 outermost:rows shares:1x1"],
+    "linear(128, 1024, 1024)": ["gemm_narrow,weights:narrow block:4 outermost:blocks shares:1x1"],
+    "linear(8, 1024, 1024)": ["gemm_narrow,weights:narrow block:64 outermost:rows shares:1x1"],
     "linear(16, 64, 64, 127)": ["gemm_split,weights:split block:4 outermost:rows shares:1x1"],
     "linear(65, 64, 80, 127)": ["gemm,weights:widened block:4 outermost:blocks shares:1x1"],
     "conv((1, 16, 9, 9), (16, 4, 3, 3), groups=4)": [
-        "small_groups_narrow,weights:pairs block:1 outermost:rows shares:1x1"
+        "small_groups_narrow,weights:narrow block:1 outermost:rows shares:1x1"
     ],
     "conv((1, 16, 9, 9), (16, 1, 3, 3), groups=16)": [],
     "matmul(65, 8, 16)": ["gemm_clipped,weights:clipped block:1 outermost:blocks shares:1x1"],
 }
 # The same with two: large weights are split, else rows are.
 SHARED_CHOICES = {
-    "linear(128, 1024, 1024)": ["gemm_narrow,weights:pairs block:4 outermost:blocks shares:2x1"],
-    "linear(8, 1024, 1024)": ["gemm_narrow,weights:pairs block:32 outermost:rows shares:2x1"],
-    "linear(512, 256, 256)": ["gemm_narrow,weights:pairs block:16 outermost:rows shares:1x2"],
-    "linear(16, 64, 64)": ["gemm_narrow,weights:pairs block:4 outermost:rows shares:1x1"],
+    "linear(128, 1024, 1024)": ["gemm_narrow,weights:narrow block:4 outermost:blocks shares:2x1"],
+    "linear(8, 1024, 1024)": ["gemm_narrow,weights:narrow block:32 outermost:rows shares:2x1"],
+    "linear(512, 256, 256)": ["gemm_narrow,weights:narrow block:16 outermost:rows shares:1x2"],
+    "linear(16, 64, 64)": ["gemm_narrow,weights:narrow block:4 outermost:rows shares:1x1"],
 }
 # What amx chooses with one thread.
 UNIT_CHOICES = {

@@ -9,6 +9,8 @@ namespace torchq {
 
 /// Rows that `MatrixUnit::multiply` reads together.
 constexpr int kUnitRows = 16;
+/// Quads of a chunk, 64 bytes: a row of a tile register.
+constexpr int kChunkQuads = 16;
 
 /// dst[row] = the source bytes that meet quads [first_quad, first_quad + quads) of a packed panel,
 /// side by side; zeros where no run meets them. They come in chunks of 64 bytes. With more than 16

@@ -15,12 +15,12 @@
 
 namespace {
 
-constexpr int kTileBytes = kTileQuads * kPanel * kQuad;
+constexpr int kTileBytes = kChunkQuads * kPanel * kQuad;
 /// Panels of far weights that meet all rows before the next panels.
 constexpr int kFarPanels = 4;
 
 /// Nearest cache that holds the weights: L1, L2, or neither.
-enum class Weights { near, in_l2, far };
+enum class NearestCache { l1, l2, none };
 
 /// Operand of LDTILECFG.
 struct alignas(64) TileConfig {
@@ -64,7 +64,7 @@ TORCHQ_INLINE void fetch_weights(const int8_t* weight, const int8_t* next, const
 
 /// Sums of kUnits x 16 rows from `row` on, and of NP panels from `panel` on. They stay in
 /// registers; those there before are stored.
-template <class Isa, int kUnits, int NP, Weights kWeights>
+template <class Isa, int kUnits, int NP, NearestCache kCache>
 TORCHQ_NOINLINE void multiply_tile(const GemmTile& t, const UnitRows& rows, int row, int panel,
                                    const Fetch& fetch, MatrixEpilogue<Isa>& epilogue) {
   constexpr int64_t kSumBytes = kPair * kPanel * sizeof(int32_t);
@@ -81,7 +81,7 @@ TORCHQ_NOINLINE void multiply_tile(const GemmTile& t, const UnitRows& rows, int 
       const int32_t* init = t.acc_init + panel * kPanel;  // all rows begin alike
       int32_t* held = epilogue.held();
       _tile_loadd(4, src, stride);
-      if constexpr (kWeights == Weights::near) {
+      if constexpr (kCache == NearestCache::l1) {
         _tile_loadd(6, weight, kPanel * kQuad);
       } else {
         _tile_stream_loadd(6, weight, kPanel * kQuad);
@@ -100,7 +100,7 @@ TORCHQ_NOINLINE void multiply_tile(const GemmTile& t, const UnitRows& rows, int 
         if constexpr (kUnits > 1) _tile_loadd(2, init, 0);
       }
       if constexpr (kUnits > 1) _tile_dpbusd(2, 5, 6);
-      if constexpr (NP > 1 && kWeights == Weights::near) {
+      if constexpr (NP > 1 && kCache == NearestCache::l1) {
         _tile_loadd(7, next, kPanel * kQuad);
       } else if constexpr (NP > 1) {
         _tile_stream_loadd(7, next, kPanel * kQuad);
@@ -112,7 +112,7 @@ TORCHQ_NOINLINE void multiply_tile(const GemmTile& t, const UnitRows& rows, int 
       }
       if constexpr (NP > 1) _tile_dpbusd(1, 4, 7);
       if constexpr (kUnits > 1 && NP > 1) _tile_dpbusd(3, 5, 7);
-      if constexpr (kWeights == Weights::far) fetch_weights<NP>(weight, next, fetch);
+      if constexpr (kCache == NearestCache::none) fetch_weights<NP>(weight, next, fetch);
       src += rows.chunk_bytes;
       weight += rows.chunk_bytes * kPanel;
       next += rows.chunk_bytes * kPanel;
@@ -135,10 +135,10 @@ TORCHQ_INLINE void multiply_units(const GemmTile& t, const UnitRows& rows, int f
   const bool is_far = begin < rows.far_panels - kFarPanels;
   epilogue.begin_rows(first);
   int panel = begin;
-  const auto multiply = is_near  ? &multiply_tile<Isa, kUnits, kPair, Weights::near>
-                        : is_far ? &multiply_tile<Isa, kUnits, kPair, Weights::far>
-                                 : &multiply_tile<Isa, kUnits, kPair, Weights::in_l2>;
-  const auto multiply_last = &multiply_tile<Isa, kUnits, 1, Weights::in_l2>;
+  const auto multiply = is_near  ? &multiply_tile<Isa, kUnits, kPair, NearestCache::l1>
+                        : is_far ? &multiply_tile<Isa, kUnits, kPair, NearestCache::none>
+                                 : &multiply_tile<Isa, kUnits, kPair, NearestCache::l2>;
+  const auto multiply_last = &multiply_tile<Isa, kUnits, 1, NearestCache::l2>;
   for (; panel + 1 < end; panel += kPair) multiply(t, rows, first, panel, fetch, epilogue);
   if (panel < end) multiply_last(t, rows, first, panel, fetch, epilogue);
 }

@@ -8,9 +8,6 @@
 
 namespace {
 
-/// Quads of K in one tile.
-constexpr int kTileQuads = 16;
-
 /// Whole vectors first: a count that is known saves the mask.
 template <class Isa, bool kFlip>
 TORCHQ_INLINE void copy_run(const uint8_t* src, uint8_t* dst, int64_t size) {
@@ -43,8 +40,8 @@ TORCHQ_INLINE void gather_row(const GatherRows& g, const uint8_t* src, uint8_t* 
   }
   const uint8_t* end = dst + g.quads * kQuad;
   zero_bytes<Isa>(written, end);
-  const int tail = static_cast<int>(g.quads % kTileQuads) * kQuad;
-  if (g.quads > kTileQuads && tail != 0) {
+  const int tail = static_cast<int>(g.quads % kChunkQuads) * kQuad;
+  if (g.quads > kChunkQuads && tail != 0) {
     uint8_t* chunk = dst + g.quads * kQuad - tail;
     const auto last = Isa::load_channels(end - Isa::kByteLanes, Isa::kByteLanes);
     Isa::store_channels(chunk, last, Isa::kByteLanes);

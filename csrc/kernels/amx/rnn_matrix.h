@@ -24,7 +24,7 @@ TORCHQ_NOINLINE void rnn_multiply_unit(const RnnTile& t, int panel) {
   if constexpr (NP > 1) _tile_loadd(1, init + kPanel, 0);
   if constexpr (NP > 2) _tile_loadd(2, init + 2 * kPanel, 0);
   if constexpr (NP > 3) _tile_loadd(3, init + 3 * kPanel, 0);
-  for (int64_t quad = 0; quad < t.quads; quad += kTileQuads) {
+  for (int64_t quad = 0; quad < t.quads; quad += kChunkQuads) {
     _tile_loadd(4, src, src_stride);
     _tile_stream_loadd(5, weight, kBytes);
     _tile_dpbusd(0, 4, 5);
@@ -40,8 +40,8 @@ TORCHQ_NOINLINE void rnn_multiply_unit(const RnnTile& t, int panel) {
       _tile_stream_loadd(5, weight + 3 * next, kBytes);
       _tile_dpbusd(3, 4, 5);
     }
-    src += kTileQuads * kQuad;
-    weight += kTileQuads * kBytes;
+    src += kChunkQuads * kQuad;
+    weight += kChunkQuads * kBytes;
   }
   const int64_t bytes = t.acc_stride * static_cast<int64_t>(sizeof(int32_t));
   int32_t* acc = t.acc + panel * kPanel;
@@ -67,7 +67,7 @@ TORCHQ_NOINLINE void rnn_multiply_units(const RnnTile& t, int panel, int below) 
   if constexpr (NP > 1) _tile_loadd(3, init + kPanel, 0);
   if constexpr (NP > 2) _tile_loadd(4, init + 2 * kPanel, 0);
   if constexpr (NP > 2) _tile_loadd(5, init + 2 * kPanel, 0);
-  for (int64_t quad = 0; quad < t.quads; quad += kTileQuads) {
+  for (int64_t quad = 0; quad < t.quads; quad += kChunkQuads) {
     // Each panel meets the rows that are there, then the others.
     _tile_loadd(6, src, src_stride);
     _tile_stream_loadd(7, weight, kBytes);
@@ -86,9 +86,9 @@ TORCHQ_NOINLINE void rnn_multiply_units(const RnnTile& t, int panel, int below) 
       _tile_loadd(6, lower, src_stride);
       _tile_dpbusd(5, 6, 7);
     }
-    src += kTileQuads * kQuad;
-    lower += kTileQuads * kQuad;
-    weight += kTileQuads * kBytes;
+    src += kChunkQuads * kQuad;
+    lower += kChunkQuads * kQuad;
+    weight += kChunkQuads * kBytes;
   }
   const int64_t bytes = t.acc_stride * static_cast<int64_t>(sizeof(int32_t));
   int32_t* acc = t.acc + panel * kPanel;
@@ -108,7 +108,7 @@ struct MatrixTiles {
   using Isa = T;
   static constexpr int kRows = 2 * kUnitRows, kUnit = kUnitRows, kPanels = 4;
 
-  static void begin() { begin_tiles(kTileQuads); }
+  static void begin() { begin_tiles(kChunkQuads); }
   static void end() { end_tiles(); }
 
   static void multiply_unit(const RnnTile& t, int panel, int count) {

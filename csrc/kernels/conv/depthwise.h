@@ -41,11 +41,11 @@ using SlideFn = void (*)(const DepthwiseLayer&, const DepthwiseChunk<Isa>&, cons
 
 /// True for tiers whose 32 registers hold the columns of SlideThree, SlidePairs and SlideFive.
 template <class Isa>
-constexpr bool kSlidesTwo = Isa::kSteps == 1 && Isa::kDepthwiseVectors == 4;
+constexpr bool kHoldsColumns = Isa::kSteps == 1 && Isa::kDepthwiseVectors == 4;
 
 template <class Isa, bool kFlip, int kSplit>
 SlideFn<Isa> slide_fn(const DepthwiseLayer& d, bool pairs, bool plain) {
-  if constexpr (kSlidesTwo<Isa>) {
+  if constexpr (kHoldsColumns<Isa>) {
     if (d.stride == 1 && plain) {
       return pairs ? &SlideThree<Isa, kFlip, kSplit, true>::run
                    : &SlideThree<Isa, kFlip, kSplit, false>::run;
@@ -200,7 +200,7 @@ void depthwise_chunk(const DepthwiseRun<Isa>& run) {
 template <class Isa>
 const char* why_no_slide(const DepthwiseLayer& d, const Epilogue& e) {
   const char* why = why_no_bytes(e);
-  return why != nullptr ? why : why_no_slide(d, kSlidesTwo<Isa>);
+  return why != nullptr ? why : why_no_slide(d, kHoldsColumns<Isa>);
 }
 
 template <class Isa>
@@ -218,7 +218,7 @@ void depthwise(const DepthwiseLayer& d, const DepthwiseRows& rows, const Epilogu
   const bool slide = why_no_slide<Isa>(d, e) == nullptr;
   DepthwiseChunk<Isa> chunk;
   const StashPlan plan = stash_plan<Isa>(d);
-  chunk.joined = slide && kSlidesTwo<Isa> && d.stride == 2;
+  chunk.joined = slide && kHoldsColumns<Isa> && d.stride == 2;
   DepthwiseRun<Isa> run{d,     rows, e,       plan,    dot_fns<Isa>(d, plan, fold),
                         chunk, {},   nullptr, nullptr, {}};
   init_chunk<Isa>(d, plan, scratch, &chunk);

@@ -17,7 +17,7 @@ inline const char* why_no_bytes(const torchq::Epilogue& e) {
   return e.lo != nullptr ? "bounds differ between channels" : nullptr;
 }
 
-/// Returns the reason why a layer's windows cannot slide, or null. `two`: see kSlidesTwo.
+/// Returns the reason why a layer's windows cannot slide, or null. `two`: see kHoldsColumns.
 inline const char* why_no_slide(const torchq::DepthwiseLayer& d, bool two) {
   if (d.dilation != 1) return "taps of a row are not neighbors";
   if (d.stride > 2) return "the stride along a row is more than 2";

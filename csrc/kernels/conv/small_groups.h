@@ -14,7 +14,7 @@ namespace {
 /// Rows of the largest tile: their addresses fit the general registers, their sums the others.
 constexpr int kMaxSmallGroupTile = 8;
 template <class Isa, int Q>
-constexpr int kSmallGroupTile = Isa::kMaxPanels > 1 ? kMaxSmallGroupTile
+constexpr int kSmallGroupTile = Isa::kVectors == 32 ? kMaxSmallGroupTile
                                 : Q == 1            ? kTileRows
                                                     : 2;
 

@@ -224,7 +224,7 @@ TORCHQ_INLINE void add_part(const EmbeddingBags& e, const BagPart& part, float* 
 }
 
 template <class Isa, int kBits>
-constexpr int kMostGroups = (Isa::kMaxPanels > 1 ? 8 : 4) * kBits / 8;  // what registers hold
+constexpr int kMostGroups = (Isa::kVectors == 32 ? 8 : 4) * kBits / 8;  // what registers hold
 
 template <class Isa, int kBits, bool kMax>
 TORCHQ_NOINLINE void add_part(const EmbeddingBags& e, const BagPart& part, float* dst) {

@@ -58,12 +58,14 @@ struct GemmTile {
   int channel;              // first channel of the first panel, in dst and in the epilogue's arrays
   int channels;             // valid channels in these panels
   const int32_t* acc_init;  // [panels * 16], for `channel` onwards
+  // clang-format off
   /// Quads of a group where the panels are those of several, which have as many inputs as outputs,
   /// else 0. Then src is that of `channel`, and a run is one tap, or quads of one, of each group.
-  ///   1, 2  small groups (Note [Conv packings] in ops/gemm/packing.h); the channels before
-  ///   `channel`
-  ///         exist where `channels` is less than 16
+  ///
+  ///   1, 2  small groups (Note [Conv packings] in ops/gemm/packing.h); where `channels` is less
+  ///         than 16, those before `channel` exist
   ///   4, 8  gemm_groups: groups of one or two whole panels
+  // clang-format on
   int group_quads;
 };
 
@@ -130,8 +132,8 @@ struct PanelKernels {
   /// Packed weights as the sum of clipped ones, whose pairs fit 16-bit sums,
   /// and of their excess, which no odd byte has: that of the even bytes, as
   /// 16-bit values, is written for the quads that have any, `index` says for
-  /// which. Returns how many; all three have room for `quads`, of which what is
-  /// behind the last may be overwritten. Null where `gemm_narrow` knows no
+  /// which. Returns how many; all three have room for `quads`, and entries past
+  /// the returned count may be overwritten. Null where `gemm_narrow` knows no
   /// excess.
   int64_t (*clip)(const int8_t* packed, int64_t quads, int8_t* clipped, int8_t* excess,
                   int64_t* index) = nullptr;

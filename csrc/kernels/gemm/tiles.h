@@ -40,7 +40,7 @@ namespace {
 /// Panels of the widest tile, where a dot product is one instruction and there are 32 registers.
 constexpr int kWidePanels = 8;
 template <class Isa>
-constexpr bool kHasWide = Isa::kMaxPanels == 4 && Isa::kSteps == 1;
+constexpr bool kHasWide = Isa::kVectors == 32 && Isa::kSteps == 1;
 
 /// Rows of the tallest tile of NP panels. On Intel 6 sums of one panel, or 12 of two, are too few
 /// for the latency of VPDPBUSD, and a tile's fixed cost weighs more with few panels. There tiles of

@@ -18,6 +18,20 @@ enum class RnnCell : int {
   kProjection  // no gates: the sum itself
 };
 
+constexpr int rnn_gates(RnnCell cell) {
+  switch (cell) {
+    case RnnCell::kLstm:
+      return 4;
+    case RnnCell::kGru:
+    case RnnCell::kGruVanilla:
+      return 3;
+    case RnnCell::kGruGates:
+      return 2;
+    default:
+      return 1;
+  }
+}
+
 /// Input products of the gates, which do not depend on the state, for groups of 16 units and any
 /// rows:
 ///
@@ -103,9 +117,14 @@ struct RnnStep {
   int64_t dst_stride;  // elements
 };
 
+// clang-format off
 /// dst = clamp(rne(fma(src, 1 / scale, zero_point)), 0, 255), the scale chosen from the row itself:
-/// symmetric  scale = max|src| / 127, zero_point 128; NaN counts as 0, infinity as the largest
-/// float affine     scale = (max(src, 0) - min(src, 0)) / 255, zero_point = rne(-min / scale)
+///
+///   symmetric  scale = max|src| / 127, zero_point = 128
+///   affine     scale = (max(src, 0) - min(src, 0)) / 255, zero_point = rne(-min / scale)
+///
+/// NaN counts as 0, infinity as the largest float.
+// clang-format on
 struct QuantizeRow {
   const float* src;
   int64_t size;
@@ -117,7 +136,7 @@ struct QuantizeRow {
 
 /// Entries of rnn/rnn.cpp.
 struct RnnKernels {
-  /// The same for `rnn_input` and `rnn_step`.
+  /// As GemmKernels::widening, for `rnn_input` and `rnn_step`.
   int rnn_widening;
   void (*rnn_input)(const RnnInput&);
   void (*rnn_step)(const RnnStep&);

@@ -17,20 +17,6 @@
 
 namespace {
 
-constexpr int rnn_gates(RnnCell cell) {
-  switch (cell) {
-    case RnnCell::kLstm:
-      return 4;
-    case RnnCell::kGru:
-    case RnnCell::kGruVanilla:
-      return 3;
-    case RnnCell::kGruGates:
-      return 2;
-    default:
-      return 1;
-  }
-}
-
 /// Stages of rnn_epilogue.
 constexpr int rnn_stages(RnnCell cell) {
   return cell == RnnCell::kLstm || cell == RnnCell::kGru ? 2 : 1;

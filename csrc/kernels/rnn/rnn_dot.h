@@ -94,7 +94,7 @@ using RnnTileFn = void (*)(const RnnTile&, int panel);
 /// eight take 0.985 at 256 units, 0.95 at 384 and 512, 0.98 at 1024.
 template <class Isa, int MR>
 constexpr int kRnnPanels = MR > 1 || Isa::kSteps > 1 ? Isa::kMaxPanels
-                           : Isa::kMaxPanels > 1     ? 6
+                           : Isa::kVectors == 32     ? 6
                                                      : 3;
 
 /// fn[rows - 1][panels - 1]

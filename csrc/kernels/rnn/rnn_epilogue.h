@@ -192,7 +192,7 @@ TORCHQ_INLINE void rnn_epilogue_by(const RnnStep& s, RnnWalk& walk) {
 template <class Isa, RnnCell kCell, int kStage, bool kPlain>
 TORCHQ_NOINLINE void rnn_epilogue_stage(const RnnStep& s, const RnnBlock& block) {
   RnnWalk walk(s, block);
-  if constexpr (Isa::kMaxPanels > 1) {  // 32 registers
+  if constexpr (Isa::kVectors == 32) {
     constexpr bool kThree = kCell != RnnCell::kLstm || kStage == 1;
     if constexpr (kThree) rnn_epilogue_by<Isa, 3, kCell, kStage, kPlain>(s, walk);
     rnn_epilogue_by<Isa, 2, kCell, kStage, kPlain>(s, walk);

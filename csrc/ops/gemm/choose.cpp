@@ -33,7 +33,7 @@ bool are_short(int64_t runs, int64_t quads) {
 }
 
 /// All rows as one line, as in a linear layer or a 1x1 convolution; else one for each image or
-/// volume's plane, over what lies between the ends of its rows; else one for each of those.
+/// volume's plane, over what lies between the ends of its rows; else one for each image row.
 Lines lines_of(const GemmProblem& p, const TapRegion& region) {
   if (p.flip || region.runs.empty()) return {};
   const auto is_alike = [&](const GemmRun& run) { return run.quads == region.runs[0].quads; };
@@ -211,7 +211,7 @@ GemmChoice choose(const GemmProblem& p, const Kernels& tier) {
 void GemmChoice::log() const {
   if (!logs_kernel_choice()) return;
   reasons.log();
-  constexpr const char* kForms[] = {"bytes", "pairs", "clipped", "split", "widened"};
+  constexpr const char* kForms[] = {"bytes", "narrow", "clipped", "split", "widened"};
   std::printf("torchq,choice,%s,weights:%s", kernel, kForms[static_cast<int>(weights)]);
   if (run != nullptr) {
     std::printf(" block:%d outermost:%s", block_panels, blocks_outer ? "blocks" : "rows");

@@ -19,8 +19,6 @@ namespace {
 
 constexpr const char* kOp = "dynamic_linear_int4";
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Tensor& params,
                   int64_t in_features, int64_t out_features, int64_t group_size, bool symmetric) {
   TORCH_CHECK_VALUE(group_size == 32 || group_size == 64 || group_size == 128, "torchq.", kOp,

@@ -88,7 +88,7 @@ class MatrixWorker {
     int64_t* dst_offset = frame.take<int64_t>(most);
     int64_t* data_offset = frame.take<int64_t>(most);
     for (int64_t i = 0; i < most; ++i) data_offset[i] = i * stride;
-    const int chunk = static_cast<int>(std::min(span.quads, kChunkQuads));
+    const int chunk = static_cast<int>(std::min<int64_t>(span.quads, kChunkQuads));
     const auto runs = cut(frame, span, chunk, nullptr, panels);
     unit_.begin(chunk);
     for (int64_t row = rows.begin; row < rows.end; row += most) {

@@ -11,7 +11,6 @@
 namespace torchq {
 
 inline int64_t units_of(int64_t rows) { return (rows + kUnitRows - 1) / kUnitRows; }
-constexpr int64_t kChunkQuads = 16;
 /// Granularity of a thread's share in panels: those whose epilogues the unit runs together.
 constexpr int kSharePanels = 4;
 

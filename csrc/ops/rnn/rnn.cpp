@@ -45,9 +45,7 @@ struct Geometry {
     projection = values[4];
     lo = values[5];
     hi = values[6];
-    gates = cell == RnnCell::kLstm                                  ? 4
-            : cell == RnnCell::kGru || cell == RnnCell::kGruVanilla ? 3
-                                                                    : 1;
+    gates = rnn_gates(cell);
   }
   int64_t state_units() const { return projection > 0 ? projection : hidden; }
   /// Panels of the gates of all directions.
@@ -239,7 +237,7 @@ void read_dtypes(RnnLayer& l, DType src_dtype, int64_t dst_dtype, int64_t state_
 }
 
 /// The op's arguments that belong to the weights.
-struct Weights {
+struct WeightArgs {
   const at::Tensor &src, &compensation_src, &multiplier_src;
   const at::Tensor &state, &compensation_state, &multiplier_state;
   const at::Tensor& bias;
@@ -248,7 +246,7 @@ struct Weights {
   at::TensorList pair_bounds;
 };
 
-void read_weights(RnnLayer& l, const Geometry& g, const Weights& w) {
+void read_weights(RnnLayer& l, const Geometry& g, const WeightArgs& w) {
   const int64_t panels = g.panels();
   TORCH_CHECK_VALUE(w.pair_bounds.size() == (g.projection > 0 ? 3 : 2),
                     "torchq.rnn: pair_bounds must ", "have one tensor per weight, got ",

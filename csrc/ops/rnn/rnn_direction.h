@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "kernels/amx/contract.h"
 #include "ops/gemm/packing.h"
 #include "ops/rnn/rnn.h"
 #include "runtime/thread_team.h"
@@ -76,7 +77,7 @@ class RnnDirection {
   void multiply_inputs(int part, int64_t step, int64_t stop);
   void multiply_state(const RnnStep& s, const RnnWeight& weight) const;
   bool fits_unit(const RnnWeight& weight) const {
-    return tier.matrix != nullptr && weight.quads > 0 && weight.quads % 16 == 0;
+    return tier.matrix != nullptr && weight.quads > 0 && weight.quads % kChunkQuads == 0;
   }
   void run_step(int begin, int end, int64_t step, int64_t lowest);
   /// A projection, or the new gate of a vanilla GRU.
