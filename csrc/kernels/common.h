@@ -55,6 +55,13 @@ TORCHQ_INLINE void pin_sums(typename Isa::Int (&acc)[MR][NP]) {
   }
 }
 
+/// A sum in real units, or in those of dst: one rounding.
+template <class Isa>
+TORCHQ_INLINE typename Isa::Float scaled(typename Isa::Int sum, typename Isa::Float multiplier,
+                                         typename Isa::Float offset) {
+  return Isa::fma(Isa::to_float(sum), multiplier, offset);
+}
+
 TORCHQ_INLINE int min_int(int64_t a, int64_t b) { return static_cast<int>(a < b ? a : b); }
 
 }  // namespace

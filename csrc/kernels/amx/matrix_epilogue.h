@@ -213,7 +213,7 @@ class MatrixEpilogue {
     const auto row = [&](int r, typename Isa::Int* q) {
       TORCHQ_UNROLL for (int p = 0; p < kPair; ++p) {
         const auto sum = Isa::load_int(sums + at(r) + p * kPanel);
-        auto y = Isa::fma(Isa::to_float(sum), multiplier[p], offset[p]);
+        auto y = scaled<Isa>(sum, multiplier[p], offset[p]);
         if constexpr (kSum) {
           const auto x = Isa::load_u8(old + to(r) + p * kPanel);
           y = Isa::fma(Isa::to_float(x), factor[p], y);

@@ -148,8 +148,8 @@ struct MatrixTiles {
         const auto bias = Isa::load(t.bias + p * kPanel);
         for (int r = 0; r < rows; ++r) {
           int32_t* at = t.acc + r * t.acc_stride + p * kPanel;
-          const auto sum = Isa::to_float(Isa::load_int(at));
-          Isa::store(reinterpret_cast<float*>(at), Isa::fma(sum, multiplier, bias));
+          Isa::store(reinterpret_cast<float*>(at),
+                     scaled<Isa>(Isa::load_int(at), multiplier, bias));
         }
       }
     }

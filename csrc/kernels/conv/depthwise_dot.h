@@ -104,7 +104,7 @@ TORCHQ_NOINLINE void dot_pixels(const DepthwiseChunk<Isa>& chunk, const uint8_t*
         const int v = half * kParts + p;
         const auto multiplier = Isa::load(chunk.multiplier[v]), offset = Isa::load(chunk.offset[v]);
         TORCHQ_UNROLL for (int b = 0; b < kPixels; ++b) {
-          y[p][b] = Isa::to_int(Isa::fma(Isa::to_float(y[p][b]), multiplier, offset));
+          y[p][b] = Isa::to_int(scaled<Isa>(y[p][b], multiplier, offset));
         }
       }
       TORCHQ_UNROLL for (int b = 0; b < kPixels; ++b) {

@@ -95,7 +95,7 @@ struct Slide {
           Isa::dot(acc[p], Isa::template split_src<1>(columns[j][p]), Isa::load_int(w + 16));
         }
       }
-      acc[p] = Isa::to_int(Isa::fma(Isa::to_float(acc[p]), params.multiplier[p], params.offset[p]));
+      acc[p] = Isa::to_int(scaled<Isa>(acc[p], params.multiplier[p], params.offset[p]));
     }
     return Isa::pack_words(acc[0], acc[kParts - 1]);
   }

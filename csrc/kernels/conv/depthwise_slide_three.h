@@ -99,8 +99,7 @@ struct SlideThree {
         }
         TORCHQ_UNROLL for (int r = 0; r < kDst; ++r, words += sizeof(Bytes)) {
           TORCHQ_UNROLL for (int p = 0; p < kParts; ++p) {
-            acc[r][p] = Isa::to_int(
-                Isa::fma(Isa::to_float(acc[r][p]), params.multiplier[p], params.offset[p]));
+            acc[r][p] = Isa::to_int(scaled<Isa>(acc[r][p], params.multiplier[p], params.offset[p]));
           }
           const Bytes word = Isa::pack_words(acc[r][0], acc[r][kParts - 1]);
           if constexpr (kHalf == 0) {

@@ -129,8 +129,8 @@ struct SlidePairs {
       Isa::dot(acc[p], run[p],
                kFlip ? Isa::load_weight(chunk.weight + (2 * kVectors + v) * 64) : weight[2][v]);
       before.quads[v] = quads[p];
-      acc[p] = Isa::to_int(Isa::fma(Isa::to_float(acc[p]), Isa::load(chunk.multiplier[v]),
-                                    Isa::load(chunk.offset[v])));
+      acc[p] = Isa::to_int(
+          scaled<Isa>(acc[p], Isa::load(chunk.multiplier[v]), Isa::load(chunk.offset[v])));
     }
     return Isa::pack_words(acc[0], acc[kParts - 1]);
   }
@@ -280,8 +280,8 @@ struct SlideFive {
             Isa::dot(other[p], columns[4][p], weight[4][p]);
             Isa::dot(acc[p], run[p], weight[kFive][p]);
             acc[p] =
-                Isa::to_int(Isa::fma(Isa::to_float(Isa::add(acc[p], other[p])),
-                                     Isa::load(chunk.multiplier[v]), Isa::load(chunk.offset[v])));
+                Isa::to_int(scaled<Isa>(Isa::add(acc[p], other[p]), Isa::load(chunk.multiplier[v]),
+                                        Isa::load(chunk.offset[v])));
           }
           const Bytes word = Isa::pack_words(acc[0], acc[kParts - 1]);
           if constexpr (kHalf == 0) {

@@ -56,7 +56,7 @@ class TransposedEpilogue {
         is_signed_(e.dst_dtype == DType::s8) {}
 
   TORCHQ_INLINE void store(int row, const typename Isa::Int (&acc)[Q]) const {
-    const auto y = Isa::fma(Isa::to_float(add_up<Isa, Q>(acc)), multiplier_, offset_);
+    const auto y = scaled<Isa>(add_up<Isa, Q>(acc), multiplier_, offset_);
     Isa::template store_transposed<Q == 2>(dst_ + dst_offset_[row], Isa::to_int(y), is_signed_);
   }
 

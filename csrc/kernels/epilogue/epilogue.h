@@ -255,7 +255,7 @@ TORCHQ_NOINLINE void memory_byte_epilogue(const EpilogueTile& t, const Epilogue&
     for (int r = 0; r < t.rows; ++r) {
       const int32_t* tile = t.tile + (r * t.panels + p) * kPanel;
       const int64_t index = t.dst_offset[r] + n;
-      Float y = Isa::fma(Isa::to_float(Isa::load_int(tile)), multiplier, offset);
+      Float y = scaled<Isa>(Isa::load_int(tile), multiplier, offset);
       for (int s = 0; s < e.num_sums; ++s) {
         const SumSrc& sum = e.sums[s];
         const uint8_t* data = static_cast<const uint8_t*>(sum.data) + index;
@@ -286,10 +286,9 @@ TORCHQ_NOINLINE void memory_epilogue(const EpilogueTile& t, const Epilogue& e) {
     });
     return;
   }
-  const auto scaled = [&](int r, int n, const int32_t* tile, Mask m) {
-    const Float y =
-        Isa::fma(Isa::to_float(Isa::load_int(tile)), Isa::load(e.multiplier + t.channel + n, m),
-                 Isa::load(e.offset + t.channel + n, m));
+  const auto begin = [&](int r, int n, const int32_t* tile, Mask m) {
+    const Float y = scaled<Isa>(Isa::load_int(tile), Isa::load(e.multiplier + t.channel + n, m),
+                                Isa::load(e.offset + t.channel + n, m));
     if (e.row_scale == nullptr) return y;
     const bool has_bias = e.row_bias != nullptr;
     return scale_row<Isa>(e, y, t.dst_offset[r],
@@ -298,7 +297,7 @@ TORCHQ_NOINLINE void memory_epilogue(const EpilogueTile& t, const Epilogue& e) {
   if (e.mode == Epilogue::kFolded) {
     for_each_panel<Isa>(t, [&](int r, int n, int32_t* tile, Mask m) {
       const int64_t index = t.dst_offset[r] + t.channel + n;
-      Float y = scaled(r, n, tile, m);
+      Float y = begin(r, n, tile, m);
       for (int s = 0; s < e.num_sums; ++s) {
         const Float old =
             load_as_float<Isa>(e.sums[s].data, e.sums[s].dtype, index, Isa::zero(), m);
@@ -315,7 +314,7 @@ TORCHQ_NOINLINE void memory_epilogue(const EpilogueTile& t, const Epilogue& e) {
     return;
   }
   for_each_panel<Isa>(t, [&](int r, int n, int32_t* tile, Mask m) {
-    Isa::store(reinterpret_cast<float*>(tile), scaled(r, n, tile, m));
+    Isa::store(reinterpret_cast<float*>(tile), begin(r, n, tile, m));
   });
   for (int i = 0; i < e.num_ops; ++i) run_chain_op<Isa>(t, e, e.ops[i]);
   const Float zero_point = Isa::set(e.zero_point);

@@ -46,9 +46,7 @@ TORCHQ_INLINE void panel_epilogue(const Epilogue& e, typename Isa::Int (&acc)[MR
   };
   const Float multiplier = load(e.multiplier), offset = load(e.offset);
   Float y[MR];
-  TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-    y[r] = Isa::fma(Isa::to_float(acc[r][p]), multiplier, offset);
-  }
+  TORCHQ_UNROLL for (int r = 0; r < MR; ++r) { y[r] = scaled<Isa>(acc[r][p], multiplier, offset); }
   if constexpr (!kPlain) {
     for (int s = 0; s < e.num_sums; ++s) {
       const Float factor = load(e.sums[s].scale);
@@ -132,7 +130,7 @@ TORCHQ_INLINE void float_epilogue(const Epilogue& e, typename Isa::Int (&acc)[MR
     const Float offset = Isa::replace_nan(Isa::load(e.offset + n), nan);
     Float y[MR];
     TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-      y[r] = Isa::fma(Isa::to_float(acc[r][p]), multiplier, offset);
+      y[r] = scaled<Isa>(acc[r][p], multiplier, offset);
     }
     if (e.row_scale != nullptr) {
       const Float bias = e.row_bias != nullptr ? Isa::load(e.row_bias + n) : offset;

@@ -163,8 +163,7 @@ class PipelinedTiles {
 
   TORCHQ_INLINE typename Isa::Int epilogue(typename Isa::Int sum, int p, int64_t dst_offset) {
     asm("" : "+r"(multiplier_), "+r"(offset_));  // from memory for each sum
-    auto y = Isa::fma(Isa::to_float(sum), Isa::load(multiplier_ + p * kPanel),
-                      Isa::load(offset_ + p * kPanel));
+    auto y = scaled<Isa>(sum, Isa::load(multiplier_ + p * kPanel), Isa::load(offset_ + p * kPanel));
     if constexpr (kResidual) {
       asm("" : "+r"(factor_));
       const uint8_t* from = residual_ + dst_offset + p * kPanel;

@@ -75,7 +75,7 @@ TORCHQ_NOINLINE void rnn_tile(const RnnTile& t, int panel) {
       const auto bias = Isa::load(t.bias + (panel + p) * kPanel);
       TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
         float* dst = reinterpret_cast<float*>(to + r * t.acc_stride + p * kPanel);
-        Isa::store(dst, Isa::fma(Isa::to_float(acc[r][p]), multiplier, bias));
+        Isa::store(dst, scaled<Isa>(acc[r][p], multiplier, bias));
       }
     } else {
       TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {

@@ -48,7 +48,7 @@ TORCHQ_INLINE void rnn_scale_input(const RnnInput& in, int panel, int64_t first,
                                    Isa::set_int(in.zero_point[first + r])));
       factor = Isa::mul(factor, Isa::set(in.scale[first + r]));
     }
-    Isa::store(dst + r * dst_stride, Isa::fma(Isa::to_float(sum), factor, bias));
+    Isa::store(dst + r * dst_stride, scaled<Isa>(sum, factor, bias));
   }
 }
 
