@@ -44,8 +44,7 @@ void multiply(const Kernels& tier, const Product& p) {
   problem.panel_bytes = p.columns.panel_bytes;
   problem.group_channels = static_cast<int>(p.n);
   problem.panels_per_group = static_cast<int>(panels_of(p.n));
-  problem.regions.push_back(
-      {{1, 1, 1, p.count}, {0, 0, 0, p.rows.stride}, {0, 0, 0, p.n}, 0, 0, run, p.columns.init});
+  problem.add_rows(p.count, p.rows.stride, run, p.columns.init);
   Epilogue epilogue{};
   epilogue.mode = Epilogue::kFolded;
   epilogue.dst_dtype = DType::f32;

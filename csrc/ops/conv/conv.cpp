@@ -37,19 +37,19 @@ at::Tensor run_conv(OpTrace& trace, const ConvCall& call, const ConvArgs& args) 
                     ": weight ", args.weight.sizes(), " sums more than ", most,
                     " products, which could overflow int32. Split the layer along its inputs.");
   const Kernels& tier = kernels();
-  check_acc_bias(op, args.acc_bias, channels);
+  const int32_t* acc_bias = checked_acc_bias(op, args.acc_bias, channels);
   const ByteTable bytes(op, args.table, dst_dtype_of(op, args.dst_dtype));
   const DType src_dtype = dtype_of(op, "src", args.src);
-  Conv c{op,
-         tier,
-         packing,
-         args.weight,
-         args.compensation,
-         args.acc_bias,
-         zero_point_of(op, "src_zero_point", args.src_zero_point, src_dtype),
-         src_dtype == DType::s8,
-         pairs_fit(op, args.pair_bound, args.weight.size(0)),
-         bytes.last_step(tier)};
+  Conv c{.op = op,
+         .tier = tier,
+         .packing = packing,
+         .weight = args.weight.const_data_ptr<int8_t>(),
+         .compensation = args.compensation.const_data_ptr<int32_t>(),
+         .acc_bias = acc_bias,
+         .zero_point = zero_point_of(op, "src_zero_point", args.src_zero_point, src_dtype),
+         .is_signed = src_dtype == DType::s8,
+         .narrow = pairs_fit(op, args.pair_bound, args.weight.size(0)),
+         .last_step = bytes.last_step(tier)};
   // No tap meets a source without values, whose other sizes may be anything.
   if (src.tensor.numel() == 0) std::fill_n(src.size, 3, 0);
   for (int d = 2; d >= 0; --d) {
@@ -66,19 +66,19 @@ at::Tensor run_conv(OpTrace& trace, const ConvCall& call, const ConvArgs& args) 
   }
   // Differences of two s8 have twice their range.
   const int64_t reduction = group_inputs * call.taps * (shifts ? 2 : 1);
-  const EpilogueBuilder::Args epilogue_args{op,
-                                            channels,
-                                            args.multiplier,
-                                            args.offset,
-                                            args.post_ops,
-                                            args.post_op_params,
-                                            args.post_op_srcs.value_or(at::TensorList()),
-                                            max_accumulator(reduction, args.acc_bias),
-                                            false,
-                                            pointer_to(args.weight_zero_point),
-                                            pointer_to(sums),
-                                            groups,
-                                            pointer_to(args.table)};
+  const EpilogueBuilder::Args epilogue_args{
+      .op = op,
+      .channels = channels,
+      .multiplier = args.multiplier,
+      .offset = args.offset,
+      .post_ops = args.post_ops,
+      .post_op_params = args.post_op_params,
+      .post_op_srcs = args.post_op_srcs.value_or(at::TensorList()),
+      .max_acc = max_accumulator(reduction, args.acc_bias),
+      .weight_zero_point = pointer_to(args.weight_zero_point),
+      .row_sums = pointer_to(sums),
+      .groups = groups,
+      .table = pointer_to(args.table)};
   const EpilogueBuilder epilogue(epilogue_args, bytes.before(dst));
   if (is_done(dst)) return dst;
   if (shifts && depthwise) c.weight_zero_point = args.weight_zero_point->const_data_ptr<int32_t>();
@@ -109,32 +109,40 @@ ConvPacking checked_packing(const ChannelsLast& src, const Window& window,
 
 }  // namespace
 
-at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::Tensor& compensation,
-                const at::Tensor& pair_bound, const at::Tensor& multiplier,
-                const at::Tensor& offset, const std::optional<at::Tensor>& acc_bias,
-                const std::optional<at::Tensor>& src_zero_point, c10::IntArrayRef geometry,
-                int64_t dst_dtype, c10::string_view post_ops, const at::Tensor& post_op_params,
-                std::optional<at::TensorList> post_op_srcs,
-                const std::optional<at::Tensor>& weight_zero_point,
-                const std::optional<at::Tensor>& row_sums, const std::optional<at::Tensor>& table) {
+at::Tensor conv(const ConvArgs& args) {
   OpTrace trace(kOp);
-  check_src(kOp, "src", src_arg);
-  ChannelsLast src = to_channels_last(kOp, src_arg);
-  const Window window = parse_window(kOp, geometry, src.spatial_dims, 2);
-  const ConvPacking packing = checked_packing(src, window, geometry, weight, compensation);
+  check_src(kOp, "src", args.src);
+  ChannelsLast src = to_channels_last(kOp, args.src);
+  const Window window = parse_window(kOp, args.geometry, src.spatial_dims, 2);
+  const ConvPacking packing =
+      checked_packing(src, window, args.geometry, args.weight, args.compensation);
   ConvCall call{kOp, packing, window, src, window.taps(), false};
   for (int d = 0; d < 3; ++d) {
     call.output[d] = window.output(d, src.size[d]);
-    TORCH_CHECK_VALUE(call.output[d] > 0, "torchq.conv: src ", src_arg.sizes(),
+    TORCH_CHECK_VALUE(call.output[d] > 0, "torchq.conv: src ", args.src.sizes(),
                       " is smaller than the kernel with its padding and dilation, got ",
                       window.words(src.spatial_dims), ". Enlarge the input or its padding.");
   }
-  return run_conv(trace, call,
-                  {src_arg, weight, compensation, pair_bound, multiplier, offset, acc_bias,
-                   src_zero_point, geometry, dst_dtype, post_ops, post_op_params, post_op_srcs,
-                   weight_zero_point, row_sums, table});
+  return run_conv(trace, call, args);
 }
 
+namespace {
+
+at::Tensor conv_op(const at::Tensor& src, const at::Tensor& weight, const at::Tensor& compensation,
+                   const at::Tensor& pair_bound, const at::Tensor& multiplier,
+                   const at::Tensor& offset, const std::optional<at::Tensor>& acc_bias,
+                   const std::optional<at::Tensor>& src_zero_point, c10::IntArrayRef geometry,
+                   int64_t dst_dtype, c10::string_view post_ops, const at::Tensor& post_op_params,
+                   std::optional<at::TensorList> post_op_srcs,
+                   const std::optional<at::Tensor>& weight_zero_point,
+                   const std::optional<at::Tensor>& row_sums,
+                   const std::optional<at::Tensor>& table) {
+  return conv({src, weight, compensation, pair_bound, multiplier, offset, acc_bias, src_zero_point,
+               geometry, dst_dtype, post_ops, post_op_params, post_op_srcs, weight_zero_point,
+               row_sums, table});
+}
+
+}  // namespace
 }  // namespace torchq
 
-TORCH_LIBRARY_IMPL(torchq, CPU, m) { torchq::implement<&torchq::conv>(m, "conv"); }
+TORCH_LIBRARY_IMPL(torchq, CPU, m) { torchq::implement<&torchq::conv_op>(m, "conv"); }

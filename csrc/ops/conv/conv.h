@@ -17,9 +17,9 @@ struct Conv {
   const char* op;
   const Kernels& tier;
   const ConvPacking& packing;
-  const at::Tensor &weight, &compensation;
-  const std::optional<at::Tensor>& acc_bias;
-  int32_t zero_point;  // of src as it is stored
+  const int8_t* weight;
+  const int32_t *compensation, *acc_bias;  // make_acc_init
+  int32_t zero_point;                      // of src as it is stored
   bool is_signed, narrow;
   LastStep last_step;
   TapAxis axes[3]{};
@@ -32,15 +32,6 @@ struct Conv {
   int32_t effective_zero_point() const { return zero_point + (is_signed ? 128 : 0); }
 };
 
-/// The op of that name.
-at::Tensor conv(const at::Tensor& src, const at::Tensor& weight, const at::Tensor& compensation,
-                const at::Tensor& pair_bound, const at::Tensor& multiplier,
-                const at::Tensor& offset, const std::optional<at::Tensor>& acc_bias,
-                const std::optional<at::Tensor>& src_zero_point, c10::IntArrayRef geometry,
-                int64_t dst_dtype, c10::string_view post_ops, const at::Tensor& post_op_params,
-                std::optional<at::TensorList> post_op_srcs,
-                const std::optional<at::Tensor>& weight_zero_point,
-                const std::optional<at::Tensor>& row_sums, const std::optional<at::Tensor>& table);
 /// How a convolution as a gemm reads its source: in place, or from a copy as it is (the last quad
 /// of a row may be read in full), with padding, or with the channels of each group side by side,
 /// too.
@@ -67,7 +58,7 @@ void run_dense(const Conv& c, const Source& s, const Epilogue& epilogue, OpTrace
 /// A convolution packed as ConvPacking::kDepthwise.
 void run_depthwise(const Conv& c, const Source& s, const Epilogue& epilogue, OpTrace& trace);
 
-/// Arguments that conv and conv_transpose share.
+/// Arguments of conv; conv_transpose has no row_sums.
 struct ConvArgs {
   const at::Tensor &src, &weight, &compensation, &pair_bound, &multiplier, &offset;
   const std::optional<at::Tensor>&acc_bias, &src_zero_point;
@@ -93,5 +84,8 @@ struct ConvCall {
   int64_t output[3]{};
 };
 at::Tensor run_conv(OpTrace& trace, const ConvCall& call, const ConvArgs& args);
+
+/// The op of that name.
+at::Tensor conv(const ConvArgs& args);
 
 }  // namespace torchq

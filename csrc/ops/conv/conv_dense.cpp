@@ -70,7 +70,7 @@ GemmProblem make_problem(const Conv& c, const Source& s, bool flip) {
   GemmProblem problem;
   problem.src = s.data;
   problem.flip = flip;
-  problem.weight = c.weight.const_data_ptr<int8_t>();
+  problem.weight = c.weight;
   problem.panel_bytes = p.taps * p.quads * kPanel * kQuad;
   if (p.form == ConvPacking::kSmallGroups) {
     problem.groups = 1;

@@ -95,8 +95,8 @@ void run_depthwise(const Conv& c, const Source& s, const Epilogue& epilogue, OpT
   trace.ran(c.tier, "depthwise");
   ScratchFrame scratch;
   const int64_t kernel[] = {c.axes[0].kernel, c.axes[1].kernel, c.axes[2].kernel};
-  const DepthwiseWeights weights = depthwise_weights(scratch, c.weight.const_data_ptr<int8_t>(),
-                                                     s.channels, kernel, c.weight_zero_point);
+  const DepthwiseWeights weights =
+      depthwise_weights(scratch, c.weight, s.channels, kernel, c.weight_zero_point);
   const DepthwiseLayer layer = depthwise_layer(c, s, weights, scratch);
   const DepthwiseChoice choice = choose(c, s, layer, weights.parts, epilogue);
   choice.reasons.log();

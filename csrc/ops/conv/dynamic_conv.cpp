@@ -70,9 +70,23 @@ at::Tensor dynamic_conv(const at::Tensor& src_arg, const at::Tensor& weight,
     const at::Tensor zero_point = at::scalar_tensor(params.zero_point, at::kInt);
     const at::Tensor q = quantize(sample, at::scalar_tensor(params.scale, at::kFloat), zero_point,
                                   static_cast<int64_t>(at::kByte));
-    const at::Tensor one =
-        conv(q, weight, compensation, pair_bound, multiplier, offset, {}, zero_point, geometry,
-             static_cast<int64_t>(at::kFloat), "", none, {}, {}, {}, {});
+    const std::optional<at::Tensor> point = zero_point, absent;
+    const at::Tensor one = conv({q,
+                                 weight,
+                                 compensation,
+                                 pair_bound,
+                                 multiplier,
+                                 offset,
+                                 absent,
+                                 point,
+                                 geometry,
+                                 static_cast<int64_t>(at::kFloat),
+                                 "",
+                                 none,
+                                 {},
+                                 absent,
+                                 absent,
+                                 absent});
     if (i == 0) {
       dst = samples == 1 ? one
                          : empty_channels_last(samples, channels, one.sizes().slice(2), at::kFloat);

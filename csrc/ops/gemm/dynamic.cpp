@@ -70,7 +70,7 @@ GemmProblem make_gemm(const Problem& p, const uint8_t* q, const at::Tensor& weig
   problem.group_channels = static_cast<int>(p.n);
   problem.panels_per_group = static_cast<int>(p.panels);
   problem.narrow = p.narrow;
-  problem.regions.push_back({{1, 1, 1, p.m}, {0, 0, 0, p.k}, {0, 0, 0, p.n}, 0, 0, run, acc_init});
+  problem.add_rows(p.m, p.k, run, acc_init);
   return problem;
 }
 
@@ -154,10 +154,16 @@ at::Tensor dynamic_linear(const at::Tensor& src_arg, const at::Tensor& weight,
   const at::Tensor params = chain_params(chain, post_ops, n);
   at::Tensor offset = at::detail::empty_cpu({n}, at::kFloat);
   std::fill_n(offset.mutable_data_ptr<float>(), n, 0.0f);
-  EpilogueBuilder epilogue(
-      {kOp, n, weight_scale, offset, post_ops, params, post_op_srcs.value_or(at::TensorList()),
-       max_accumulator(in_features, {}), true},
-      dst);
+  EpilogueBuilder epilogue({.op = kOp,
+                            .channels = n,
+                            .multiplier = weight_scale,
+                            .offset = offset,
+                            .post_ops = post_ops,
+                            .post_op_params = params,
+                            .post_op_srcs = post_op_srcs.value_or(at::TensorList()),
+                            .max_acc = max_accumulator(in_features, {}),
+                            .rows = true},
+                           dst);
   const bool narrow = pairs_fit(kOp, pair_bound, weight.size(0));
   if (is_done(dst)) return dst;
   trace.describe([&] {

@@ -220,28 +220,28 @@ void run_gemm(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tie
 }
 
 const int32_t* make_acc_init(ScratchFrame& scratch, const Kernels& tier,
-                             const at::Tensor& compensation, c10::ArrayRef<int32_t> taps,
-                             const std::optional<at::Tensor>& acc_bias, int32_t zero_point,
-                             int groups, int group_channels, int panels_per_group) {
+                             const int32_t* compensation, c10::ArrayRef<int32_t> taps,
+                             const int32_t* bias, int32_t zero_point, int groups,
+                             int group_channels, int panels_per_group) {
   const int64_t group_size = int64_t{panels_per_group} * kPanel;
   int32_t* init = scratch.take<int32_t>(groups, group_size);
   std::memset(init, 0, static_cast<size_t>(groups * group_size) * sizeof(int32_t));
-  if (zero_point == 0 && !acc_bias.has_value()) return init;
-  const int32_t* bias = acc_bias.has_value() ? acc_bias->const_data_ptr<int32_t>() : nullptr;
+  if (zero_point == 0 && bias == nullptr) return init;
   for (int g = 0; g < groups; ++g) {
     const int64_t channel = int64_t{g} * group_channels;
-    tier.compensate(compensation.const_data_ptr<int32_t>() + channel, compensation.size(1),
-                    taps.data(), static_cast<int>(taps.size()),
-                    bias == nullptr ? nullptr : bias + channel, zero_point, group_channels,
-                    init + g * group_size);
+    tier.compensate(compensation + channel, int64_t{groups} * group_channels, taps.data(),
+                    static_cast<int>(taps.size()), bias == nullptr ? nullptr : bias + channel,
+                    zero_point, group_channels, init + g * group_size);
   }
   return init;
 }
 
-void check_acc_bias(const char* op, const std::optional<at::Tensor>& acc_bias, int64_t channels) {
-  if (!acc_bias.has_value()) return;
+const int32_t* checked_acc_bias(const char* op, const std::optional<at::Tensor>& acc_bias,
+                                int64_t channels) {
+  if (!acc_bias.has_value()) return nullptr;
   check_param(op, "acc_bias", *acc_bias, at::kInt);
   check_numel(op, "acc_bias", *acc_bias, channels);
+  return acc_bias->const_data_ptr<int32_t>();
 }
 
 double max_accumulator(int64_t reduction, const std::optional<at::Tensor>& acc_bias) {

@@ -40,14 +40,16 @@ constexpr int64_t max_reduction(bool weight_zero_point) {
 void run_gemm(const GemmProblem& problem, const Epilogue& epilogue, const Kernels& tier,
               OpTrace* trace = nullptr);
 
-/// acc_init for one region: [groups][panels_per_group * 16], tails zero.
+/// acc_init for one region: [groups][panels_per_group * 16], tails zero. `compensation` has the
+/// channels of all groups for each tap, and so has `bias`, unless it is null.
 const int32_t* make_acc_init(ScratchFrame& scratch, const Kernels& tier,
-                             const at::Tensor& compensation, c10::ArrayRef<int32_t> taps,
-                             const std::optional<at::Tensor>& acc_bias, int32_t zero_point,
-                             int groups, int group_channels, int panels_per_group);
+                             const int32_t* compensation, c10::ArrayRef<int32_t> taps,
+                             const int32_t* bias, int32_t zero_point, int groups,
+                             int group_channels, int panels_per_group);
 
-/// An int32 bias, if there is one, has a value per channel.
-void check_acc_bias(const char* op, const std::optional<at::Tensor>& acc_bias, int64_t channels);
+/// Returns the int32 bias, which has a value per channel, or null where there is none.
+const int32_t* checked_acc_bias(const char* op, const std::optional<at::Tensor>& acc_bias,
+                                int64_t channels);
 
 /// Bound on |accumulator| over `reduction` products.
 double max_accumulator(int64_t reduction, const std::optional<at::Tensor>& acc_bias);

@@ -47,6 +47,12 @@ struct GemmProblem {
   LastStep last_step{};
   c10::SmallVector<TapRegion, 9> regions;
 
+  /// The rows of a matrix, `pitch` bytes apart; those of dst lie side by side. Of `run` a pointer
+  /// is kept.
+  void add_rows(int64_t rows, int64_t pitch, const GemmRun& run, const int32_t* acc_init) {
+    regions.push_back(
+        {{1, 1, 1, rows}, {0, 0, 0, pitch}, {0, 0, 0, group_channels}, 0, 0, run, acc_init});
+  }
   int64_t rows() const {
     int64_t sum = 0;
     for (const TapRegion& region : regions) sum += region.rows();

@@ -75,7 +75,7 @@ at::Tensor linear(const at::Tensor& src_arg, const at::Tensor& weight,
   const DType dst_type = dst_dtype_of(kOp, dst_dtype);
   const ByteTable bytes(kOp, table, dst_type);
   const int64_t n = compensation.size(1), k = src_arg.size(-1);
-  check_acc_bias(kOp, acc_bias, n);
+  const int32_t* bias = checked_acc_bias(kOp, acc_bias, n);
   const at::Tensor src = src_arg.contiguous();
   c10::SmallVector<int64_t, 5> sizes(src.sizes().begin(), src.sizes().end());
   sizes.back() = n;
@@ -84,19 +84,18 @@ at::Tensor linear(const at::Tensor& src_arg, const at::Tensor& weight,
   if (weight_zero_point.has_value() && !sums.has_value() && !is_done(dst)) {
     sums = sum_rows(tier, src, zero_point, src_dtype == DType::s8);
   }
-  const EpilogueBuilder::Args args{kOp,
-                                   n,
-                                   multiplier,
-                                   offset,
-                                   post_ops,
-                                   post_op_params,
-                                   post_op_srcs.value_or(at::TensorList()),
-                                   max_accumulator(k, acc_bias),
-                                   true,
-                                   pointer_to(weight_zero_point),
-                                   pointer_to(sums),
-                                   1,
-                                   pointer_to(table)};
+  const EpilogueBuilder::Args args{.op = kOp,
+                                   .channels = n,
+                                   .multiplier = multiplier,
+                                   .offset = offset,
+                                   .post_ops = post_ops,
+                                   .post_op_params = post_op_params,
+                                   .post_op_srcs = post_op_srcs.value_or(at::TensorList()),
+                                   .max_acc = max_accumulator(k, acc_bias),
+                                   .rows = true,
+                                   .weight_zero_point = pointer_to(weight_zero_point),
+                                   .row_sums = pointer_to(sums),
+                                   .table = pointer_to(table)};
   const EpilogueBuilder epilogue(args, bytes.before(dst));
   const bool narrow = pairs_fit(kOp, pair_bound, weight.size(0));
   if (is_done(dst)) return dst;
@@ -123,15 +122,10 @@ at::Tensor linear(const at::Tensor& src_arg, const at::Tensor& weight,
   problem.panels_per_group = panels;
   problem.narrow = narrow;
   problem.last_step = bytes.last_step(tier);
-  problem.regions.push_back(
-      {{1, 1, 1, m},
-       {0, 0, 0, k},
-       {0, 0, 0, n},
-       0,
-       0,
-       run,
-       make_acc_init(scratch, tier, compensation, tap, acc_bias,
-                     zero_point + (problem.flip ? 128 : 0), 1, static_cast<int>(n), panels)});
+  problem.add_rows(
+      m, k, run,
+      make_acc_init(scratch, tier, compensation.const_data_ptr<int32_t>(), tap, bias,
+                    zero_point + (problem.flip ? 128 : 0), 1, problem.group_channels, panels));
   run_gemm(problem, epilogue.get(), tier, &trace);
   return dst;
 }

@@ -35,7 +35,7 @@ struct Matmul {
   const Kernels& tier;
   int64_t m, n, k, groups;
   bool src_flip, weight_flip;
-  const std::optional<at::Tensor>& acc_bias;
+  const int32_t* acc_bias;
   OpTrace& trace;
   const int32_t* src_zero_points = nullptr;     // [groups], of src read as u8
   const int32_t* weight_zero_points = nullptr;  // [groups][n], of the packed weights; or null
@@ -144,10 +144,8 @@ void multiply(const Matmul& mm, const Rows& rows, const PackedMatrix& packed, in
     int32_t* init = scratch.take<int32_t>(mm.panels(), kPanel);
     const int64_t padded = mm.panels() * kPanel;
     std::memset(init, 0, static_cast<size_t>(padded) * sizeof(int32_t));
-    mm.tier.compensate(
-        packed.compensation + g * padded, padded, &tap, 1,
-        is_last && mm.acc_bias.has_value() ? mm.acc_bias->const_data_ptr<int32_t>() : nullptr,
-        mm.src_zero_points[g], mm.n, init);
+    mm.tier.compensate(packed.compensation + g * padded, padded, &tap, 1,
+                       is_last ? mm.acc_bias : nullptr, mm.src_zero_points[g], mm.n, init);
     GemmProblem problem;
     problem.src = rows.data + g * mm.group_k();
     problem.flip = mm.src_flip;
@@ -320,11 +318,10 @@ at::Tensor run_matmul(OpTrace& trace, const at::Tensor& src_arg, const at::Tenso
   const DType weight_dtype = check_src(kOp, "weight", weight_arg);
   check_shapes(src_arg, weight_arg);
   const int64_t m = src_arg.size(-2), k = src_arg.size(-1), n = weight_arg.size(-1);
-  check_acc_bias(kOp, acc_bias, n);
+  const int32_t* bias = checked_acc_bias(kOp, acc_bias, n);
   check_param(kOp, "multiplier", multiplier, at::kFloat);
   const int64_t groups = groups_of(multiplier, k, post_ops);
-  Matmul mm{tier,     m,    n, k, groups, src_dtype == DType::s8, weight_dtype == DType::u8,
-            acc_bias, trace};
+  Matmul mm{tier, m, n, k, groups, src_dtype == DType::s8, weight_dtype == DType::u8, bias, trace};
   const ZeroPoints src_points = src_zero_points_of(src_zero_point, src_dtype, groups);
   const auto weight_points = weight_zero_points_of(weight_zero_point, weight_dtype, groups, n);
   const int64_t longest = max_reduction(weight_points.has_value());
