@@ -18,7 +18,7 @@ from torchq.report.tables import html_table, text_table
 
 _RECURRENT = ("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
 
-_LINE = 200  # characters of guards
+_LINE = 128  # characters of guards
 _HEADS = ("module", "class", "runs in", "attributes, or why it is float")
 
 
