@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -15,7 +15,6 @@ from torchq.capture.module_kinds import MATMUL, RECURRENT
 from torchq.capture.ops import Op, Role
 from torchq.capture.patterns import GETITEM, row_of
 from torchq.convert.settled import Settled
-from torchq.convert.swap.observed import ObservedLeaf
 from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
 from torchq.planning.layers import Layer
 from torchq.planning.plan import Plan
@@ -86,12 +85,16 @@ _FIRST = re.compile(r"_l0(_reverse)?$")  # weights of a network's first layer
 
 
 def with_coarse(
-    rows: Sequence[Row], prepared: nn.Module, graphs: Iterable[Settled]
+    rows: Sequence[Row],
+    prepared: nn.Module,
+    graphs: Iterable[Settled],
+    alone: Mapping[str, Settled],
 ) -> tuple[list[Row], set[str]]:
     """Return the rows of a calibrated model, and the names of its leaves that are not static.
 
     Linear and recurrent layers that one scale does not suit become dynamic; convolutions stay
-    float, and so does the first of several layers of an LSTM.
+    float, and so does the first of several layers of an LSTM. ``alone`` are leaves, by name, as
+    their own calls have them.
     """
     leaves, in_graphs = set[str](), set[str]()
     for settled in graphs:
@@ -99,19 +102,22 @@ def with_coarse(
         rows = _updated(rows, before, after)
         in_graphs |= {f"{before.prefix}{layer.op.base}" for layer in before.active}
         leaves |= {f"{after.prefix}{after.ops[node].base}" for node in after.coarse or ()}
-    for name, leaf in prepared.named_modules():
-        known = isinstance(leaf, ObservedLeaf | ObservedRNN | ObservedRNNCell)
-        if known and name not in in_graphs and (why := leaf.why_coarse()):
+    for name, leaf in alone.items():
+        for why in () if name in in_graphs else (leaf.plan.coarse or {}).values():
             leaves.add(name)
-            several = (_coarse(row, leaf, why) if row.name == name else [row] for row in rows)
+            now = why.startswith(DYNAMIC)
+            rows = [
+                replace(row, quantized=now, reason=why) if row.name == name else row for row in rows
+            ]
+    for name, unit in prepared.named_modules():
+        if isinstance(unit, ObservedRNN | ObservedRNNCell) and (why := unit.why_coarse()):
+            several = (_coarse(row, unit, why) if row.name == name else [row] for row in rows)
             rows = [row for some in several for row in some]
     return list(rows), leaves
 
 
-def _coarse(row: Row, leaf: ObservedLeaf | ObservedRNN | ObservedRNNCell, why: str) -> list[Row]:
-    """Return the rows of a module that one scale does not suit."""
-    if not isinstance(leaf.module, (nn.Linear, *RECURRENT)):
-        return [replace(row, quantized=False, reason=why)]
+def _coarse(row: Row, leaf: ObservedRNN | ObservedRNNCell, why: str) -> list[Row]:
+    """Return the rows of a recurrent module that one scale does not suit."""
     first = [w for w in row.weights if getattr(leaf, "has_float_first", False) and _FIRST.search(w)]
     rest = tuple(w for w in row.weights if w not in first)
     dynamic = replace(row, quantized=True, reason=f"{DYNAMIC}{why}", weights=rest)

@@ -12,9 +12,10 @@ from torch import fx, nn
 
 from torchq.capture.graph import function_name
 from torchq.capture.limits import why_long
-from torchq.capture.module_kinds import AVERAGES, why_dtypes
+from torchq.capture.module_kinds import AVERAGES, MATMUL, MAX_REDUCTION, TOO_LONG, why_dtypes
 from torchq.capture.ops import Op, Recognized, Role, is_float
 from torchq.capture.patterns import arguments_of, row_of
+from torchq.nn.batch_norm import reduction
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.fake_scales import composed, fake_quantizer, is_fake, why_not_fixed
 from torchq.planning.plan import Plan
@@ -92,10 +93,14 @@ def _dequantization(op: Op, ops: dict[fx.Node, Op]) -> Op:
 
 def _known(node: fx.Node, model: nn.Module) -> tuple[Recognized, nn.Module | None]:
     """Return what the table says about a node, and the module that makes the call."""
-    if node.op == "call_module":  # recurrent, or a fake quantizer
+    if node.op == "call_module":  # recurrent, a fake quantizer, or a layer alone
         module = model.get_submodule(str(node.target))
         if is_fake(module):
             return _of_fake(node, module), module
+        if isinstance(module, MATMUL):
+            reason = TOO_LONG if reduction(module) > MAX_REDUCTION else ""
+            sources = [node.all_input_nodes[0]]
+            return Recognized(Role.MATMUL, module, sources, reason=reason, is_matmul=True), module
         return _opaque(f"{type(module).__name__} has no int8 form"), module
     owner = model.get_submodule(node.meta["owner"]) if node.meta["owner"] else None
     value = node.meta["value"]
