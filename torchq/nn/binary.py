@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._jit_internal import is_scripting
 from typing_extensions import Self
 
+from torchq.nn.direct_call import DirectCall, source, sources, state
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams
 from torchq.quantization.qparams import QParams
 from torchq.runtime.library import dtype_code
@@ -88,10 +89,16 @@ class _QBinary(_QCombine):
         return cls(**cls._arguments_from_spec(spec), relu=spec["relu"])
 
 
+_PAIR = (
+    *(source("src_signed"), source("src_signed")),
+    *state("scales", "zero_points", "dst_code", "relu"),
+)
+
+
 class QAdd(_QBinary):
     """``quantize(real(src0) + real(src1))``, optionally with relu; shapes broadcast."""
 
-    _direct = ("add", "<src_signed> <src_signed> scales zero_points dst_code relu", "dst_high")
+    _direct = DirectCall("add", _PAIR, unless=("dst_high",))
 
     def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
         """Add."""
@@ -106,7 +113,7 @@ class QAdd(_QBinary):
 class QMul(_QBinary):
     """``quantize(real(src0) * real(src1))``, optionally with relu; shapes broadcast."""
 
-    _direct = ("mul", "<src_signed> <src_signed> scales zero_points dst_code relu", "dst_high")
+    _direct = DirectCall("mul", _PAIR, unless=("dst_high",))
 
     def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
         """Multiply."""
@@ -121,7 +128,11 @@ class QMul(_QBinary):
 class QCat(_QCombine):
     """Concatenation; a source with other parameters than the destination's is requantized."""
 
-    _direct = ("concat", "[src_signed] scales zero_points dim dst_code", "dst_high")
+    _direct = DirectCall(
+        "concat",
+        (sources("src_signed"), *state("scales", "zero_points", "dim", "dst_code")),
+        unless=("dst_high",),
+    )
 
     def __init__(self, srcs: list[QParams], dst: QParams | None, dim: int = 1) -> None:
         """``dim`` as in torch.cat; ``dst`` None means float32."""

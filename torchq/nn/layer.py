@@ -15,6 +15,7 @@ from torchq.attributes.post_ops import PostOps, post_ops_of
 from torchq.functional.folding import fold
 from torchq.functional.packing import PackedWeight, empty_packed
 from torchq.functional.placeholders import are_limited, placeholder
+from torchq.nn.direct_call import NONE, OTHERS, source, state
 from torchq.nn.module import (
     QModule,
     dtype_from_name,
@@ -98,10 +99,13 @@ def sources_of(residual: Tensor | None, post_op_srcs: list[Tensor] | None) -> li
     return srcs if post_op_srcs is None else srcs + list(post_op_srcs)
 
 
-DIRECT = (
-    "<src_dtype> weight compensation pair_bound multiplier offset - src_zero_point",
-    "dst_code post_ops post_op_params ... weight_shift",
+SOURCE = (
+    source("src_dtype"),
+    *state("weight", "compensation", "pair_bound", "multiplier", "offset"),
+    NONE,
+    *state("src_zero_point"),
 )
+DESTINATION = (*state("dst_code", "post_ops", "post_op_params"), OTHERS, *state("weight_shift"))
 """The arguments that the layers' ops share, for ``QModule._direct``."""
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchq.functional.tables import lookup_table
+from torchq.nn.direct_call import DirectCall, source, state
 from torchq.nn.module import (
     QModule,
     dtype_name,
@@ -128,7 +129,7 @@ class QLookup(QModule):
     float32 sources are quantized first.
     """
 
-    _direct = ("lookup", "<src_dtype> table", "")
+    _direct = DirectCall("lookup", (source("src_dtype"), *state("table")))
 
     table: Tensor
     dst_scale: Tensor
