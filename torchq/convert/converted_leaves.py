@@ -41,10 +41,10 @@ def converted_leaf(
         return leaf.convert(weights) if leaf.calibrated or must_convert else leaf.module
     if must_convert and own is None and not calls:
         own = leaf.settled()  # raises
-    alone = [] if own is None else [own.source(own.plan.layers[0])]
-    first, *others = [*calls, *alone] or [None]
-    if first is None:
+    sources = [*calls, *([] if own is None else [own.source(own.plan.layers[0])])]
+    if not sources:
         return leaf.module
+    first, *others = sources
     factors = first.factors if all(_have_one_form(first, call) for call in calls) else None
     src = first.whole if factors is None else first.qparams
     more = [one.whole if factors is None else _divided(one, first, leaf.config) for one in others]

@@ -24,7 +24,7 @@ from torchq.convert.lower import Lowering
 from torchq.convert.parts import Part, Parts, find_parts
 from torchq.convert.prepared import Prepared
 from torchq.convert.recipes import settle, watches
-from torchq.convert.report import merged, report_rows, with_coarse
+from torchq.convert.report import check_patterns, merged, report_rows, with_coarse
 from torchq.convert.self_contained import SELF_CONTAINED, converted
 from torchq.convert.settled import Seen, Settled, Source
 from torchq.convert.sources import CHECKS, name_sources
@@ -42,7 +42,7 @@ from torchq.nn.leaf import take_hooks
 from torchq.nn.packed_weights import PackedWeights
 from torchq.planning.passes import decided
 from torchq.quantization.config import Overrides, QConfig
-from torchq.report.rows import Row, Weight, check_patterns, check_strict
+from torchq.report.rows import Row, Weight, check_strict
 
 _ONE_AT_A_TIME = threading.RLock()
 """torch.export patches what all threads share while it captures."""

@@ -23,6 +23,7 @@ from torchq.planning.plan import Plan
 from torchq.quantization.config import QConfig
 from torchq.quantization.observers import Observer
 from torchq.quantization.qparams import QParams
+from torchq.quantization.recipes.sample import SourceSample
 
 
 class ObservedLeaf(Leaf):
@@ -43,7 +44,7 @@ class ObservedLeaf(Leaf):
     """
 
     observer: Observer | None
-    sample: Observer | None
+    sample: SourceSample | None
     rows: Observer | None
     channels: Observer | None
 

@@ -21,10 +21,9 @@ from torchq.planning.passes import decided
 from torchq.planning.plan import Plan
 from torchq.quantization.config import Overrides, QConfig, resolve
 from torchq.quantization.recipes.phases import why_coarse
-from torchq.report.rows import NOT_CALLED, READ, Row
+from torchq.report import reasons
+from torchq.report.rows import Row
 
-NO_LEAF = "only leaf modules of torch.nn and torchq.nn have an int8 form"
-OTHER_CODE = "the model's code does something else with another kind of layer"
 _SCRIPTED = {cls.__name__ for cls in (*MATMUL, nn.LSTM, nn.GRU, nn.RNN)}
 
 
@@ -64,7 +63,7 @@ class Leaves:
 
     def leave_float(self, names: Iterable[str]) -> None:
         """Keep leaves float for whose sake the model's code would do something else."""
-        self.reasons.update(dict.fromkeys(names, OTHER_CODE))
+        self.reasons.update(dict.fromkeys(names, reasons.OTHER_CODE))
 
     def replacements(self, names: Iterable[str], contiguous: bool) -> dict[str, nn.Module]:
         """Return the observed leaves by name; ``contiguous`` is for convolutions."""
@@ -89,13 +88,13 @@ class Leaves:
         calls = self.recording.calls[name]
         dtypes = {dtype for call in calls for dtype in call.dtypes}
         if config is None:
-            return "kept float by an override"
+            return reasons.OVERRIDE
         if is_experts(layer):
             return ""
         if isinstance(layer, RECURRENT):
             return why_float(layer, config, dtypes - {torch.int64})  # of packed sequences
         if any(call.more for call in calls):
-            return "called with other arguments than its source"
+            return reasons.OTHER_ARGUMENTS
         if why := why_coarse(self.recording.phases.get(name)):
             return why
         for shape, dtype in {(call.shape, dtype) for call in calls for dtype in call.dtypes}:
@@ -137,13 +136,13 @@ def _row(name: str, module: nn.Module, plan: Leaves) -> Row:
 
 def _without_layer(name: str, module: nn.Module, plan: Leaves) -> str:
     if isinstance(module, torch.jit.ScriptModule):
-        return "TorchScript compiled it: quantize first, then script the result"
+        return reasons.SCRIPTED
     if name not in plan.recording.leaves:
         if isinstance(module, RECURRENT):
-            return "it is a recurrent module with code of its own"
-        return NO_LEAF
+            return reasons.OWN_RECURRENT
+        return reasons.NO_LEAF
     if plan.recording.calls[name]:
-        return "the model's own code calls it, which gets and gives float32"
+        return reasons.OWN_CALL
     if name in plan.recording.read:
-        return READ
-    return NOT_CALLED
+        return reasons.READ
+    return reasons.NOT_CALLED
