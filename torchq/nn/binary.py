@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._jit_internal import is_scripting
 from typing_extensions import Self
 
+from torchq.functional.placeholders import OF_A_NAME, count_modules
 from torchq.nn.direct_call import DirectCall, source, sources, state
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams
 from torchq.quantization.qparams import QParams
@@ -47,6 +48,7 @@ class _QCombine(QModule):
 
     @classmethod
     def _arguments_from_spec(cls, spec: dict[str, Any]) -> dict[str, Any]:
+        count_modules(len(spec["srcs"]) * OF_A_NAME)
         dst = None if spec["dst"] == "f32" else placeholder_qparams(spec["dst"], spec["dst_bits"])
         srcs = map(placeholder_qparams, spec["srcs"], spec["src_bits"])
         return {"srcs": list(srcs), "dst": dst}
