@@ -131,7 +131,7 @@ def test_profile_times_fused_layers_together(flow) -> None:
         torchq.profile(model, qmodel, data[0], rounds=0)
     with pytest.raises(ValueError, match=r"rounds and calls must be positive, got 1 and 0"):
         torchq.milliseconds({"float": model}, data[0], 1, 0)
-    with pytest.raises(TypeError, match="must be a dict of models, got Sequential. Name each"):
+    with pytest.raises(TypeError, match=r"must be a dict of models, got Sequential\. Name each"):
         torchq.milliseconds(model, data[0])  # type: ignore[arg-type]
 
 

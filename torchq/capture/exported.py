@@ -42,7 +42,7 @@ _SIZE = re.compile(r"L\['(?:tensors'|args'\]\[0)\]\[(\d+)\]\.size\(\)")
 _SOURCE = re.compile(rf"{_SIZE.pattern}\[(\d+)\]")
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _LONG = 60  # parts of an expression; wav2vec2's seven convolutions make 45 of a length
-_FIXED = "capture, as sizes would become too long expressions of it,"
+_FIXED = "the capture, which takes minutes where it is free,"
 _MUTATIONS = ("BUFFER_MUTATION", "USER_INPUT_MUTATION", "PARAMETER_MUTATION")
 
 
