@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 
 from torchq.capture.condition import Condition
 from torchq.capture.likeness import Argument
+from torchq.capture.module_kinds import MATMUL
 from torchq.capture.one_call import FakeFunctions, as_fake_calls, as_one_call
 from torchq.capture.terms import Size
 from torchq.models.inputs import float_tensors
@@ -290,7 +291,8 @@ def _program(adapter: nn.Module, tensors: tuple[Tensor, ...], free: range) -> Ex
     dims = tuple({d: Dim.AUTO for d in free if d < t.dim() and t.shape[d] > 1} for t in tensors)
     with contextlib.ExitStack() as stack:
         for module in adapter.modules() if len(free) > 1 else ():
-            stack.callback(module.register_forward_pre_hook(_refuse_long_sizes).remove)
+            if isinstance(module, MATMUL):
+                stack.callback(module.register_forward_pre_hook(_refuse_long_sizes).remove)
         return torch.export.export(adapter, tensors, dynamic_shapes=(dims,), strict=False)
 
 
@@ -299,7 +301,7 @@ class _LongSizesError(Exception):
 
 
 def _refuse_long_sizes(module: nn.Module, args: tuple[object, ...]) -> None:
-    """Raise where a module gets a size that is a long expression.
+    """Raise where a layer gets a size that is a long expression.
 
     torch takes minutes to compare such sizes, which come of windows that are padded to whole ones:
     the capture of Swin takes 12 s of CPU time up to 93 parts, 24 s up to 181, then minutes.
