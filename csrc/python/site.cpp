@@ -6,14 +6,12 @@
 // caches while a network's weights went through them: 6 us a layer in MobileNet-V2. A site keeps
 // the arguments and only looks whether the module still holds the same. Anything out of the
 // ordinary goes to the module: hooks, another forward, float sources, tracing, subclasses of
-// Tensor, options that `_direct` excludes. What `_direct` says: torchq/nn/module.py. Not a part of
-// libtorchq.so, which programs without Python load too.
+// Tensor, options that `_direct` excludes. What `_direct` says: torchq/nn/direct_call.py. Not a
+// part of libtorchq.so, which programs without Python load too.
 #include <torch/csrc/Dtype.h>
 
 #include <algorithm>
 #include <array>
-#include <iterator>
-#include <sstream>
 #include <unordered_map>
 
 #include "python/module_state.h"
@@ -31,29 +29,15 @@ bool is_unset(PyObject* value) {
          overflow == 0;
 }
 
-/// An argument as `_direct` writes it: "-", "<dtype>", "[dtype]", "..." or "state".
+/// An argument of torchq/nn/direct_call.py, whose kinds these are.
 struct Argument {
-  explicit Argument(std::string text) {
-    switch (text.front()) {
-      case '-':
-        kind = kNone;
-        return;
-      case '.':
-        kind = kOthers;
-        return;
-      case '<':
-      case '[':
-        kind = text.front() == '<' ? kSource : kSources;
-        text = text.substr(1, text.size() - 2);
-        break;
-      default:
-        kind = kState;
+  explicit Argument(const py::tuple& direct) : kind(static_cast<Kind>(direct[0].cast<int>())) {
+    for (const py::handle name : direct[1].cast<py::tuple>()) {
+      path.push_back(interned(name.cast<std::string>()));
     }
-    std::istringstream names(text);
-    for (std::string name; std::getline(names, name, '.');) path.push_back(interned(name));
   }
 
-  enum { kState, kNone, kSource, kSources, kOthers } kind;
+  enum Kind { kState, kNone, kSource, kSources, kOthers } kind;
   std::vector<py::object> path;  // of attributes: to the state, or to what tells a source's dtype
 };
 
@@ -96,20 +80,21 @@ const Op& op_of(const std::string& name) {
   return *op;
 }
 
-/// Parsed `_direct` of a type.
+/// `_direct` of a type.
 struct Recipe {
-  explicit Recipe(const py::tuple& direct) : op(op_of(direct[0].cast<std::string>())) {
-    const auto parse = [](const py::handle& text) {
-      std::istringstream words(text.cast<std::string>());
-      return std::vector<Argument>(std::istream_iterator<std::string>(words), {});
-    };
-    arguments = parse(direct[1]);
-    excluded = parse(direct[2]);
-    forward = direct[3];
+  explicit Recipe(const py::tuple& direct)
+      : op(op_of(direct[0].cast<std::string>())), forward(direct[3]) {
+    for (const py::handle argument : direct[1].cast<py::tuple>()) {
+      arguments.emplace_back(py::reinterpret_borrow<py::tuple>(argument));
+    }
+    for (const py::handle name : direct[2].cast<py::tuple>()) {
+      excluded.push_back(interned(name.cast<std::string>()));
+    }
   }
 
   const Op& op;
-  std::vector<Argument> arguments, excluded;
+  std::vector<Argument> arguments;
+  std::vector<py::object> excluded;
   py::object forward;
 };
 
@@ -121,7 +106,7 @@ class State {
       : type_(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(Py_TYPE(module)))) {
     if (!PyType_IsSubtype(Py_TYPE(module), base)) return;
     const py::object direct = py::getattr(type_, "_direct", py::none());
-    if (!PyTuple_CheckExact(direct.ptr())) return;
+    if (!PyTuple_Check(direct.ptr())) return;
     recipe_.emplace(py::reinterpret_borrow<py::tuple>(direct));
     const Scope scope(module);
     if (scope.dicts[0] == nullptr) return;
@@ -175,8 +160,8 @@ class State {
     const Op& op = recipe_->op;
     const std::vector<Argument>& arguments = recipe_->arguments;
     if (!op.served || arguments.size() > op.parameters.size()) return false;
-    for (const Argument& option : recipe_->excluded) {
-      if (!is_unset(find(scope, option))) return false;
+    for (const py::object& option : recipe_->excluded) {
+      if (!is_unset(scope.find(option))) return false;
     }
     for (size_t i = 0; i < arguments.size(); ++i) {
       PyObject* const value = arguments[i].path.empty() ? Py_None : find(scope, arguments[i]);

@@ -102,7 +102,7 @@ def test_sensitivity_finds_the_layer_that_hurts() -> None:
 
 def test_sensitivity_prints_a_table() -> None:
     data = [torch.randn(4, 3, 8, 8)]
-    found = torchq.sensitivity(network(), data, data[0], progress=False)
+    found = torchq.sensitivity(network(), data, progress=False)
     head, *lines = str(found).splitlines()
     assert head == f"output with all of these in int8 {found[0].all_quantized:.1f} dB"
     assert [line.split()[-1] for line in lines] == [entry.name for entry in found]
@@ -131,6 +131,8 @@ def test_profile_times_fused_layers_together(flow) -> None:
         torchq.profile(model, qmodel, data[0], rounds=0)
     with pytest.raises(ValueError, match=r"rounds and calls must be positive, got 1 and 0"):
         torchq.milliseconds({"float": model}, data[0], 1, 0)
+    with pytest.raises(TypeError, match=r"must be a dict of models, got Sequential\. Name each"):
+        torchq.milliseconds(model, data[0])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("keep", ["attribute", "object", "buffer"])

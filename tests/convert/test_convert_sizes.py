@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,3 +173,38 @@ def test_sizes_decide_how_a_parameter_is_padded() -> None:
     for batch, length in ((3, 5), (2, 7)):
         near(model, converted, values(batch, length, 8))
     assert calls(converted) == (2, 0)
+
+
+class Windows(nn.Module):
+    """Pads images to whole windows, twice, as Swin does in each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, images: Tensor) -> Tensor:
+        for size, layer in zip((8, 6, 4), self.layers, strict=True):
+            rest = [-length % size for length in images.shape[2:]]
+            images = nn.functional.pad(images, (0, rest[1], 0, rest[0]))
+            batch, channels, height, width = images.shape
+            images = images.reshape(batch, channels, height // size, size, width // size, size)
+            images = layer(images.permute(0, 2, 4, 3, 5, 1).reshape(-1, size * size, channels))
+            images = images.reshape(-1, height // size, width // size, size, size, channels)
+            images = images.permute(0, 5, 1, 3, 2, 4).reshape(batch, channels, height, width)
+        return images
+
+
+def test_sizes_of_long_expressions_are_fixed() -> None:
+    torch.manual_seed(0)
+    model, data = Windows().eval(), [torch.randn(2, 3, 21, 30) for _ in range(4)]
+    converted = torchq.quantize(model, data)
+    guards = torchq.explain(converted).graphs[0].guards
+    assert guards[0] == "images is float32 of shape [any, 3, 21, 30]"
+    for shape in ((5, 3, 21, 30), (2, 3, 22, 30)):
+        x = torch.randn(shape)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert torchq.sqnr(model(x), converted(x)) > 25
+        told = [str(w.message) for w in caught]
+        fixed = "the capture, which takes minutes where it is free, fixes this size"
+        assert [fixed in text for text in told] == ([True] if shape[2] == 22 else [])

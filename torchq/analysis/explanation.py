@@ -13,12 +13,13 @@ from torchq.attributes.arguments import place_of
 from torchq.models.attached import attachment_of, computing_modules, graphs_of
 from torchq.nn.embedding import QEmbedding, QEmbeddingBag
 from torchq.nn.module import QModule
-from torchq.report.rows import NOT_CALLED, Row, Weight, joined
+from torchq.report import reasons
+from torchq.report.rows import Row, Weight, joined
 from torchq.report.tables import html_table, text_table
 
 _RECURRENT = ("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
 
-_LINE = 200  # characters of guards
+_LINE = 128  # characters of guards
 _HEADS = ("module", "class", "runs in", "attributes, or why it is float")
 
 
@@ -160,8 +161,8 @@ class Explanation:
             if recurrent
             else "convolutions and linears"
         )
-        idle = sum(row.reason == NOT_CALLED for row in layers)
-        more = f"; {idle} more are {NOT_CALLED}" if idle else ""
+        idle = sum(row.reason == reasons.NOT_CALLED for row in layers)
+        more = f"; {idle} more are {reasons.NOT_CALLED}" if idle else ""
         lines.append(f"{quantized} of {len(layers) - idle} {kinds} run in int8{more}")
         return lines
 

@@ -31,7 +31,8 @@ from torchq.models.attached import computing_modules
 from torchq.models.hooks import watching
 from torchq.models.inputs import Inputs, batches, call
 from torchq.nn.module import QModule
-from torchq.report.rows import NOT_CALLED, Row
+from torchq.report import reasons
+from torchq.report.rows import Row
 from torchq.runtime.isa import cpu_info, isa
 from torchq.serialization.files import write_file
 
@@ -110,7 +111,7 @@ def _headline(
     rows: Sequence[Row], accuracy: Accuracy, times: Profile, before: int, after: int
 ) -> dict[str, str]:
     """Return the sentence on top, and the figures below it."""
-    matmuls = [row for row in rows if row.is_matmul and row.reason != NOT_CALLED]
+    matmuls = [row for row in rows if row.is_matmul and row.reason != reasons.NOT_CALLED]
     quantized = sum(row.quantized for row in matmuls)
     smaller = before / max(after, 1)
     share = 100 * 10 ** (-accuracy.output / 20)
@@ -151,15 +152,15 @@ def _ratio(value: float, more: str, less: str) -> str:
 
 def _floats(rows: Sequence[Row]) -> str:
     """Rows that stay float, by reason; convolutions and linears first."""
-    reasons: dict[str, list[Row]] = {}
+    found: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: not row.is_matmul):
         if not row.quantized:
-            reasons.setdefault(row.reason or "it has no int8 form", []).append(row)
-    if not reasons:
+            found.setdefault(row.reason or reasons.UNKNOWN, []).append(row)
+    if not found:
         return "<p>Nothing: everything runs in int8.</p>"
     items = []
     for reason, alike in sorted(
-        reasons.items(), key=lambda item: (not item[1][0].is_matmul, -len(item[1]))
+        found.items(), key=lambda item: (not item[1][0].is_matmul, -len(item[1]))
     ):
         names = ", ".join(row.name or "(the model)" for row in alike[:3])
         more = f" and {len(alike) - 3} more" if len(alike) > 3 else ""

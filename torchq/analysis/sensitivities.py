@@ -89,7 +89,7 @@ class Sensitivities(list[Sensitivity]):
 def sensitivity(
     model: nn.Module,
     data: Sequence[Inputs],
-    example_inputs: Inputs,
+    example_inputs: Inputs | None = None,
     config: QConfig | None = None,
     overrides: Overrides | None = None,
     progress: bool | None = None,
@@ -107,7 +107,7 @@ def sensitivity(
     Args:
         model: float32 or bfloat16, in eval mode.
         data: batches, used for calibration and for measuring.
-        example_inputs: one call's inputs: a tensor, a tuple, or a dict of keyword arguments.
+        example_inputs: one call's inputs; the default is the first batch.
         config: how to quantize; the default is QConfig().
         overrides: exceptions, by name, in every trial; layers that they keep float are left out.
         progress: show a bar over the layers.
@@ -122,13 +122,14 @@ def sensitivity(
     Example:
         >>> model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
         >>> data = [torch.randn(8, 16)]
-        >>> found = torchq.sensitivity(model, data, data[0], progress=False)
+        >>> found = torchq.sensitivity(model, data, progress=False)
         >>> sorted(entry.name for entry in found)
         ['0', '2']
     """
     config, overrides = config or QConfig(), dict(check_overrides(overrides))
     data = list(batches("sensitivity", data, progress=False))
-    return _Measure(model, data, example_inputs, config, overrides).run(progress)
+    example = data[0] if example_inputs is None else example_inputs
+    return _Measure(model, data, example, config, overrides).run(progress)
 
 
 def _without_tables(config: QConfig) -> QConfig:

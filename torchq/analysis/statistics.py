@@ -83,7 +83,7 @@ def load_calibration(
     # these only refine what ranges decide; the first files of 0.1 lack them
     for name in kinds.keys() - given:
         observer = own[name]
-        of_channels = ".channels." in f".{name}"
+        of_channels = "channels" in name.split(".")
         if isinstance(observer, RowPowers) or (
             isinstance(observer, PerChannelMinMaxObserver) and of_channels
         ):

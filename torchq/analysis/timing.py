@@ -131,8 +131,14 @@ def measure(
         calls: of a turn, which counts as their mean: more for models of a few microseconds.
 
     Raises:
+        TypeError: ``models`` is no dict of models.
         ValueError: ``rounds`` or ``calls`` is less than 1.
     """
+    if not isinstance(models, Mapping):
+        raise TypeError(
+            f"torchq.milliseconds: models must be a dict of models, got {type(models).__name__}. "
+            "Name each, as in {'float': model, 'int8': qmodel}."
+        )
     if min(rounds, calls) < 1:
         raise ValueError(
             f"torchq.milliseconds: rounds and calls must be positive, got {rounds} and {calls}. "
@@ -208,6 +214,7 @@ def milliseconds(
         A dict that prints as a table, with the quartiles of the rounds.
 
     Raises:
+        TypeError: ``models`` is no dict of models.
         ValueError: ``rounds`` or ``calls`` is less than 1.
     """
     return Milliseconds(measure(models, inputs, rounds, calls))

@@ -34,7 +34,12 @@ def read_json(text: bytes | memoryview, nbytes: int = 0) -> Any:
 
 def has_many_values(text: bytes, nbytes: int) -> bool:
     """Return whether :func:`read_json` refuses a text for the number of its values."""
-    return text.count(b",") + text.count(b":") + _brackets(text) > _VALUES + nbytes // 100
+    return values_in(text) > _VALUES + nbytes // 100
+
+
+def values_in(text: bytes) -> int:
+    """Return how many values a text has, and what holds them."""
+    return text.count(b",") + text.count(b":") + _brackets(text)
 
 
 def _brackets(text: bytes) -> int:

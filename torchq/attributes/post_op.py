@@ -325,7 +325,9 @@ def check_zero_point(where: str, zero_point: int, dtype: torch.dtype | None) -> 
 
 def operand_values(where: str, src: Values, mask: int, dtype: torch.dtype | None) -> Tensor:
     """Return a private 1-D copy of the operand of a binary or prelu."""
-    if isinstance(src, Tensor) and src.dtype in (torch.uint8, torch.int8, torch.int32):
+    if isinstance(src, Tensor) and src.is_meta:  # to be loaded
+        values = src.detach().reshape(-1)
+    elif isinstance(src, Tensor) and src.dtype in (torch.uint8, torch.int8, torch.int32):
         values = src.detach().cpu().reshape(-1).clone()
     else:
         values = float_values(where, src)

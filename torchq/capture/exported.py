@@ -11,6 +11,7 @@ import contextlib
 import enum
 import inspect
 import io
+import itertools
 import logging
 import os
 import re
@@ -22,6 +23,7 @@ from traceback import FrameSummary
 from typing import Any
 
 import torch
+from sympy import preorder_traversal
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, ExportedProgram
@@ -29,6 +31,7 @@ from torch.utils import _pytree as pytree
 
 from torchq.capture.condition import Condition
 from torchq.capture.likeness import Argument
+from torchq.capture.module_kinds import MATMUL
 from torchq.capture.one_call import FakeFunctions, as_fake_calls, as_one_call
 from torchq.capture.terms import Size
 from torchq.models.inputs import float_tensors
@@ -39,6 +42,8 @@ _LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_sha
 _SIZE = re.compile(r"L\['(?:tensors'|args'\]\[0)\]\[(\d+)\]\.size\(\)")
 _SOURCE = re.compile(rf"{_SIZE.pattern}\[(\d+)\]")
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_LONG = 60  # parts of an expression; wav2vec2's seven convolutions make 45 of a length
+_FIXED = "the capture, which takes minutes where it is free,"
 _MUTATIONS = ("BUFFER_MUTATION", "USER_INPUT_MUTATION", "PARAMETER_MUTATION")
 
 
@@ -251,13 +256,17 @@ def _export(module: nn.Module, args: Any, kwargs: Any, fakes: bool) -> Exported:
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
     if not tensors:
         raise CaptureError("it takes no tensor")
-    dims = (tuple({d: Dim.AUTO for d, n in enumerate(t.shape) if n > 1} for t in tensors),)
     lines: dict[Size, str] = {}
     with _quiet(), torch.no_grad(), FakeFunctions() if fakes else contextlib.nullcontext():
         try:
-            program = torch.export.export(adapter, tensors, dynamic_shapes=dims, strict=False)
+            try:
+                program = _program(adapter, tensors, range(max(t.dim() for t in tensors)))
+            except _LongSizesError:
+                program = _program(adapter, tensors, range(1))
+                for i, tensor in enumerate(tensors):
+                    lines |= {Size(i, d): _FIXED for d in range(1, tensor.dim())}
             with contextlib.suppress(AttributeError, KeyError):  # private names of torch
-                lines = _lines(program)
+                lines |= _lines(program)
             if needs_functions(program):
                 program = program.run_decompositions({})
         except Exception as error:
@@ -271,6 +280,38 @@ def _export(module: nn.Module, args: Any, kwargs: Any, fakes: bool) -> Exported:
     if failed := [guard for guard in exported.guards if not guard.holds(shapes_of(tensors))]:
         raise CaptureError(f"a guard of torch.export cannot be checked: {failed[0]}")
     return exported
+
+
+def _program(adapter: nn.Module, tensors: tuple[Tensor, ...], free: range) -> ExportedProgram:
+    """Capture with these dimensions of all tensors dynamic; all others keep their sizes.
+
+    Raises:
+        _LongSizesError: several dimensions are free, and sizes become long expressions of them.
+    """
+    dims = tuple({d: Dim.AUTO for d in free if d < t.dim() and t.shape[d] > 1} for t in tensors)
+    with contextlib.ExitStack() as stack:
+        for module in adapter.modules() if len(free) > 1 else ():
+            if isinstance(module, MATMUL):
+                stack.callback(module.register_forward_pre_hook(_refuse_long_sizes).remove)
+        return torch.export.export(adapter, tensors, dynamic_shapes=(dims,), strict=False)
+
+
+class _LongSizesError(Exception):
+    """Sizes are long expressions of those of the inputs."""
+
+
+def _refuse_long_sizes(module: nn.Module, args: tuple[object, ...]) -> None:
+    """Raise where a layer gets a size that is a long expression.
+
+    torch takes minutes to compare such sizes, which come of windows that are padded to whole ones:
+    the capture of Swin takes 12 s of CPU time up to 93 parts, 24 s up to 181, then minutes.
+    """
+    for tensor in args:
+        for size in tensor.shape if isinstance(tensor, Tensor) else ():
+            if isinstance(size, torch.SymInt):
+                parts = itertools.islice(preorder_traversal(size.node.expr), _LONG)
+                if sum(1 for _ in parts) == _LONG:
+                    raise _LongSizesError
 
 
 @contextlib.contextmanager

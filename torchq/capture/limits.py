@@ -15,14 +15,15 @@ from typing import NamedTuple
 from torch import fx
 
 from torchq.capture.condition import Condition
-from torchq.capture.module_kinds import AVERAGES
+from torchq.capture.module_kinds import AVERAGES, MAX_REDUCTION
 from torchq.capture.ops import Op, Role, shape_of
 from torchq.functional.folding import MAX_SHIFTED_REDUCTION
 from torchq.nn.float_modules import Attention
+from torchq.report import reasons
 
 _SYMBOL = re.compile(r"\bs\d+\b")
 _POSITIONS = 8388608
-_WINDOW = "its window has more than {} positions, whose sum"
+_WINDOW = reasons.WINDOW.format(positions=_POSITIONS)
 
 
 class _Sum(NamedTuple):
@@ -37,9 +38,10 @@ class _Sum(NamedTuple):
 def _sum(op: Op) -> _Sum | None:
     """Return the longest sum of an operation; None for one that sums few."""
     if op.role in (Role.PRODUCT, Role.DYNAMIC) and isinstance(op.module, Attention):
-        return _Sum(op.srcs[2], slice(-2, -1), 65793, "it has more than {} keys, whose sums")
+        reason = reasons.KEYS.format(keys=MAX_REDUCTION)
+        return _Sum(op.srcs[2], slice(-2, -1), MAX_REDUCTION, reason)
     if op.role is Role.PRODUCT:
-        reason = "it sums more than {} products, which"
+        reason = reasons.TOO_LONG.format(products=MAX_SHIFTED_REDUCTION)
         return _Sum(op.srcs[0], slice(-1, None), MAX_SHIFTED_REDUCTION, reason)
     fixed = hasattr(op.module, "kernel_size")
     if _is_average(op) and not fixed and math.prod(shape_of(op.node)[2:]) == 1:
@@ -63,11 +65,11 @@ def _positions(op: Op) -> int:
 def why_long(op: Op) -> str:
     """Return why an operation sums too much on the example; "" where it does not."""
     if _is_average(op) and _positions(op) > _POSITIONS:
-        return f"{_WINDOW.format(_POSITIONS)} could overflow int32"
+        return _WINDOW
     found = _sum(op)
     if found is None or math.prod(shape_of(found.src)[found.dims]) <= found.largest:
         return ""
-    return f"{found.reason.format(found.largest)} could overflow int32"
+    return found.reason
 
 
 def limits(graph: fx.Graph, ops: Iterable[Op]) -> list[Condition]:

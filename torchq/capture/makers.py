@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.capture.ops import NOT_FINITE, Arguments, Pointwise, Recognized, Role, shape_of
+from torchq.capture.ops import Arguments, Pointwise, Recognized, Role, shape_of
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.fake_scales import why_not_fixed
 from torchq.nn.float_modules import Cat
+from torchq.report import reasons
 
 # Combining
 
@@ -28,21 +29,21 @@ def binary(
 
     def make(a: Arguments) -> Recognized | str:
         if a.get("alpha", 1) != 1 or a.get("rounding_mode") is not None:
-            return "its options have no int8 form"
+            return reasons.OPTIONS
         if not all(isinstance(x, fx.Node | Tensor) or _number(x) for x in (a.input, a.other)):
-            return "an operand is not a tensor"
+            return reasons.OPERAND
         position = 0 if isinstance(a.input, fx.Node) else 1  # of the tensor that varies
         src, other = (a.input, a.other) if position == 0 else (a.other, a.input)
         if isinstance(other, fx.Node):
             if other.meta["value"].shape is None or src.meta["value"].shape is None:
-                return "a number that depends on the input's sizes has no int8 form"
+                return reasons.NUMBER_OF_SIZES
             if module is None:
-                return f"{function.__name__} of two tensors has no int8 form"
+                return reasons.OF_TWO.format(function=function.__name__)
             return Recognized(Role.COMBINE, module(), [a.input, a.other])
         if isinstance(other, Tensor) and not bool(torch.isfinite(other).all()):
             srcs = [a.nodes["input"], a.nodes["other"]]
             return Recognized(
-                Role.COMBINE, None if module is None else module(), srcs, reason=NOT_FINITE
+                Role.COMBINE, None if module is None else module(), srcs, reason=reasons.NOT_FINITE
             )
         affine = _affine(function, torch.as_tensor(other, device="cpu"), position)
         if _number(other) or other.dim() == 0:
@@ -53,7 +54,7 @@ def binary(
                 Role.COMBINE, module(), [a.nodes["input"], a.nodes["other"]], affine=affine
             )
         if affine is None:
-            return f"{function.__name__} of two tensors has no int8 form"
+            return reasons.OF_TWO.format(function=function.__name__)
         return Recognized(
             Role.NORM, Pointwise(function, other, position=position), [src], affine=affine
         )
@@ -84,7 +85,7 @@ def _affine(
 def cat(a: Arguments) -> Recognized | str:
     """Make ``torch.cat`` of sources that are listed one by one."""
     if isinstance(a.tensors, fx.Node):
-        return "its sources are not listed one by one"
+        return reasons.NOT_LISTED
     return Recognized(Role.COMBINE, Cat(a.dim), list(a.nodes["tensors"]))
 
 
@@ -111,7 +112,7 @@ def clip(low: float | None, high: float | None) -> nn.Module:
 def clamp(a: Arguments) -> Recognized | str:
     """Make ``torch.clamp``."""
     if any(isinstance(a[name], Tensor) for name in ("min", "max")):
-        return "its bounds are tensors"
+        return reasons.TENSOR_BOUNDS
     return unary(lambda a: clip(a.min, a.max))(a)
 
 
@@ -139,9 +140,9 @@ def pool(cls: type[nn.Module]) -> Callable[[Arguments], Recognized | str]:
 
     def make(a: Arguments) -> Recognized | str:
         if a.why_varying("input"):
-            return "its window is computed at run time"
+            return reasons.AT_RUN_TIME.format(argument="window")
         if a.get("divisor_override"):
-            return "its options have no int8 form"
+            return reasons.OPTIONS
         options = {k: tuple(v) if isinstance(v, list) else v for k, v in a.items() if k != "input"}
         if "stride" in options:
             options["stride"] = options["stride"] or None
@@ -158,7 +159,7 @@ def mean(a: Arguments) -> Recognized | str:
     rank = len(shape_of(a.nodes["input"]))
     dims = a.get("dim") or () if rank in _GLOBAL and a.dtype is None else ()
     if not dims or sorted(d % rank for d in dims) != list(range(2, rank)):
-        return "a mean other than over all spatial dims has no int8 form"
+        return reasons.PARTIAL_MEAN
     return Recognized(Role.POOL, _GLOBAL[rank](1), [a.input], flatten=not a.keepdim)
 
 
@@ -183,12 +184,12 @@ def interpolate(mode: str) -> Callable[[Arguments], Recognized | str]:
 
     def make(a: Arguments) -> Recognized | str:
         if a.align_corners:
-            return "interpolation with align_corners=True has no int8 form"
+            return reasons.ALIGNED_CORNERS
         if why := a.why_varying("input", "output_size"):
             return why
         factors = a.get("scale_factors") or ()
         if any(f != int(f) or f < 1 for f in factors):
-            return f"interpolation by {factors} has no int8 form, only by whole numbers"
+            return reasons.FRACTIONS.format(factors=factors)
         module = nn.Upsample(None, None, mode)
         module.scale_factor = tuple(factors) or None
         if a.varies("output_size"):
@@ -206,7 +207,7 @@ def pad(a: Arguments) -> Recognized | str:
     if mode in ("reflect", "replicate", "circular"):
         return Recognized(Role.MOVE, None, [a.input])
     if mode != "constant" or a.value not in (None, 0, 0.0):
-        return "padding with anything but constant zeros has no int8 form"
+        return reasons.PADDING
     if a.varies("pad"):
         return Recognized(Role.PAD, None, [a.input])  # by sizes
     return Recognized(Role.PAD, None, [a.input], pad=_spatial_pad(rank, pad))

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.attributes.arguments import FLOATS
-from torchq.capture.module_kinds import MAX_REDUCTION, TOO_LONG
+from torchq.capture.module_kinds import why_sums
 from torchq.capture.ops import Arguments, Recognized, Role, Step, is_size, shape_of
-from torchq.nn.batch_norm import TRANSPOSED, reduction
+from torchq.nn.batch_norm import TRANSPOSED
 from torchq.nn.fake_scales import weight_scale
 from torchq.nn.float_modules import Attention, AttentionOptions, MatMul
+from torchq.report import reasons
 
 
 def batch_norm(a: Arguments) -> Recognized | str:
@@ -24,7 +25,7 @@ def batch_norm(a: Arguments) -> Recognized | str:
     if why := a.why_varying("input"):
         return why
     if a.training or a.running_mean is None:
-        return "it takes the statistics of each batch"
+        return reasons.BATCH_STATISTICS
     scale = (a.running_var.double() + a.eps).rsqrt()
     scale = scale if a.weight is None else scale * a.weight
     shift = -a.running_mean * scale if a.bias is None else a.bias - a.running_mean * scale
@@ -38,8 +39,7 @@ def _layer(module: nn.Module, src: fx.Node, weight: Tensor, bias: Tensor | None)
     """Give a module this weight and bias."""
     module.weight = nn.Parameter(weight.detach(), False)
     module.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), False))
-    reason = TOO_LONG if reduction(module.eval()) > MAX_REDUCTION else ""
-    return Recognized(Role.MATMUL, module, [src], reason=reason)
+    return Recognized(Role.MATMUL, module.eval(), [src], reason=why_sums(module))
 
 
 def _as_trained(made: Recognized, a: Arguments, axis: int = 0, groups: int = 1) -> Recognized:
@@ -59,7 +59,7 @@ def linear(a: Arguments) -> Recognized | str:
     if why := a.why_varying("input"):
         return why
     if a.weight.dim() != 2:
-        return "its weight is a vector"
+        return reasons.VECTOR_WEIGHT
     return _as_trained(linear_of(a.input, a.weight, a.bias), a)
 
 
@@ -69,7 +69,7 @@ def product(a: Arguments) -> Recognized | str:
     other = a[right]
     ranks = [x.dim() if isinstance(x, Tensor) else len(shape_of(x)) for x in (a.input, other)]
     if min(ranks) < 2:
-        return "an operand is a vector"
+        return reasons.VECTOR
     if isinstance(other, Tensor) and ranks[1] == 2:
         return linear_of(a.input, other.t(), None)
     return Recognized(Role.PRODUCT, MatMul(), [a.nodes["input"], a.nodes[right]])
@@ -82,13 +82,13 @@ def attention(a: Arguments) -> Recognized | str:
     if why := a.why_varying("query", "key", "value", "attn_mask", *(["scale"] if sized else [])):
         return why
     if a.dropout_p != 0:
-        return "it drops at random"
+        return reasons.DROPOUT
     given = 1.0 if sized else a.scale
     if given is not None and not 0 < given < math.inf:
-        return f"its scale {given} is not above 0"
+        return reasons.ATTENTION_SCALE.format(scale=given)
     mask = a.nodes["attn_mask"]
     if mask is not None and mask.meta["value"].dtype not in (torch.bool, *FLOATS):
-        return f"its mask is {mask.meta['value'].dtype}, neither float32, bfloat16 nor bool"
+        return reasons.MASK_DTYPE.format(dtype=mask.meta["value"].dtype)
     scale = None if given is None else float(given)  # TorchScript tells them apart
     module = Attention(AttentionOptions(bool(a.is_causal), scale, bool(a.enable_gqa)))
     scaled: list[Step] = [(operator.mul, (None, a.scale))] if sized else []
@@ -99,7 +99,7 @@ def attention(a: Arguments) -> Recognized | str:
 def inner(a: Arguments) -> Recognized | str:
     """torch.inner with a constant matrix: a linear layer of it."""
     if not isinstance(a.other, Tensor) or a.other.dim() != 2 or not shape_of(a.input):
-        return "an inner product without a constant matrix on its right has no int8 form"
+        return reasons.INNER
     return linear_of(a.input, a.other, None)
 
 
@@ -108,10 +108,10 @@ def add_product(a: Arguments) -> Recognized | str:
     if why := a.why_varying("mat1"):
         return why
     if not isinstance(a.mat1, fx.Node):
-        return "its matrix is a constant"
+        return reasons.CONSTANT_MATRIX
     bias = a.input * a.beta
     if bias.numel() not in (1, a.mat2.shape[1]) or bias.shape[-1:].numel() != bias.numel():
-        return "what it adds differs from row to row"
+        return reasons.ADDED_ROWS
     return linear_of(a.mat1, a.mat2.t() * a.alpha, bias.reshape(-1).expand(a.mat2.shape[1]))
 
 

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from torchq.attributes.arguments import FLOATS
-from torchq.nn.batch_norm import TRANSPOSED
+from torchq.nn.batch_norm import TRANSPOSED, reduction
 from torchq.quantization.config import QConfig
+from torchq.report import reasons
 
 _LIBRARY = ("torch.nn.", "torchq.")
 _HARMLESS = {
@@ -28,8 +29,6 @@ AVERAGES = (
     nn.AdaptiveAvgPool3d,
 )
 MAX_REDUCTION = 65793  # products of 255 * 127 that an int32 surely holds
-TOO_LONG = f"it sums more than {MAX_REDUCTION} products, which could overflow int32"
-NO_DYNAMIC_FORM = "only linear layers, recurrent ones and attention have a dynamic form"
 
 
 def is_patched(module: nn.Module) -> bool:
@@ -54,7 +53,16 @@ def is_foreign(module: nn.Module) -> bool:
 def why_dtypes(dtypes: set[torch.dtype]) -> str:
     """Return why what reads tensors of these dtypes must stay float; "" where it need not."""
     other = dtypes - {*FLOATS}
-    return f"its source is {other.pop()}, not torch.float32 or torch.bfloat16" if other else ""
+    return reasons.SOURCE_DTYPE.format(dtype=other.pop()) if other else ""
+
+
+def why_sums(module: nn.Module) -> str:
+    """Return why an int32 may not hold the sums of a layer or recurrent module, or ""."""
+    if isinstance(module, RECURRENT):
+        sums = max(weight.size(-1) for weight in module.parameters() if weight.dim() > 1)
+    else:
+        sums = reduction(module)
+    return reasons.TOO_LONG.format(products=MAX_REDUCTION) if sums > MAX_REDUCTION else ""
 
 
 def why_float(module: nn.Module, config: QConfig | None, dtypes: set[torch.dtype]) -> str:
@@ -66,11 +74,9 @@ def why_float(module: nn.Module, config: QConfig | None, dtypes: set[torch.dtype
         dtypes: of the tensors that it was called with.
     """
     if config is None:
-        return "kept float by an override"
+        return reasons.OVERRIDE
     if is_foreign(module):
-        return "it is a recurrent module with code of its own, which has no int8 form"
+        return reasons.OWN_RECURRENT
     if why := why_dtypes(dtypes):
         return why
-    if max(weight.size(-1) for weight in module.parameters() if weight.dim() > 1) > MAX_REDUCTION:
-        return TOO_LONG
-    return ""
+    return why_sums(module)

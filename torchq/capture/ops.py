@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from torchq.attributes.arguments import FLOATS
 from torchq.attributes.post_ops import PostOps
+from torchq.report import reasons
 
 
 class Role(enum.Enum):
@@ -45,8 +46,6 @@ class Split(NamedTuple):
 Step: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function of scores, and its arguments: None for the scores, nodes, numbers, a Split."""
 _OF_STRIDES = ("as_strided", "as_strided_copy", "as_strided_scatter", "view_as_complex")
-NOT_FINITE = "its constant is not finite"
-"""Why a sum stays float that is no mask of attention."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +150,7 @@ class Arguments(dict[str, Any]):
     def why_varying(self, *allowed: str) -> str:
         """Return that other arguments than those ``allowed`` are computed at run time, or ""."""
         found = [name for name in self if name not in allowed and self.varies(name)]
-        return f"its {found[0]} is computed at run time" if found else ""
+        return reasons.AT_RUN_TIME.format(argument=found[0]) if found else ""
 
 
 class Pointwise(nn.Module):

@@ -22,6 +22,7 @@ from torchq.capture.graph import aten_name
 from torchq.capture.makers import unary
 from torchq.capture.ops import Arguments, Pointwise, Recognized, Role, shape_of
 from torchq.nn.float_modules import Add, Mul
+from torchq.report import reasons
 
 Maker = Callable[[Arguments], Recognized | str]
 
@@ -62,18 +63,17 @@ def _convolution(a: Arguments) -> Recognized | str:
 
 def _tensordot(a: Arguments) -> Recognized | str:
     """Make a linear layer of a product along the last dim with a constant matrix."""
-    reason = "a tensordot that is no linear layer of a constant matrix has no int8 form"
     if not isinstance(a.other, Tensor) or a.other.dim() != 2 or not isinstance(a.input, fx.Node):
-        return reason
+        return reasons.TENSORDOT
     rank, src, matrix = len(shape_of(a.input)), list(a.dims_self), list(a.dims_other)
     if [d % rank for d in src] != [rank - 1] or len(matrix) != 1:
-        return reason
+        return reasons.TENSORDOT
     return matmuls.linear_of(a.input, a.other if matrix[0] % 2 else a.other.t(), None)
 
 
 def _elu(a: Arguments) -> Recognized | str:
     if a.scale != 1 or a.input_scale != 1:
-        return "its scales have no int8 form"
+        return reasons.ELU_SCALES
     return unary(lambda a: nn.ELU(a.alpha))(a)
 
 
@@ -130,14 +130,13 @@ TABLE: list[Row] = [
     _row(Role.MATMUL, "addmm", matmuls.add_product),
     _row(Role.PRODUCT, "matmul linalg_matmul bmm mm", matmuls.product),
     _row(Role.PRODUCT, "inner", matmuls.inner),
-    _float("an einsum that is no product of two matrices has no int8 form", "einsum"),
+    _float(reasons.EINSUM, "einsum"),
     _row(Role.PRODUCT, "tensordot", _tensordot),
     _row(Role.PRODUCT, "scaled_dot_product_attention", matmuls.attention),
-    _float("its weight multiplies two tensors", "bilinear", is_matmul=True),
-    _float("a product of several matrices has no int8 form", "linalg_multi_dot", is_matmul=True),
-    _float("which of its matrices a row is multiplied by is known at run time only", "_grouped_mm",
-           is_matmul=True),
-    _float("embedding_bits of its QConfig is not set", "embedding embedding_bag"),
+    _float(reasons.BILINEAR, "bilinear", is_matmul=True),
+    _float(reasons.SEVERAL_MATRICES, "linalg_multi_dot", is_matmul=True),
+    _float(reasons.CHOSEN_MATRIX, "_grouped_mm", is_matmul=True),
+    _float(reasons.TABLE, "embedding embedding_bag"),
     _row(Role.NORM, "batch_norm", matmuls.batch_norm),
     # several tensors
     _row(Role.COMBINE, "add", makers.binary(Add, torch.add)),
@@ -178,13 +177,10 @@ TABLE: list[Row] = [
     _row(Role.MOVE, "upsample_trilinear3d", makers.interpolate("trilinear")),
     _row(Role.PAD, "pad constant_pad_nd", makers.pad),
     # what stays float, and why
-    _float("PyTorch's unfold takes no uint8 tensor", "im2col"),
-    _float("8 bits of the scores are too coarse for their exponentials", "softmax log_softmax "
-           "_softmax _safe_softmax"),
-    _float("8 bits near zero are too coarse for its slope there", "sqrt rsqrt reciprocal log log2 "
-           "log10"),
-    _float("8 bits of what it reads, often a sum, are too coarse for its variance", "layer_norm "
-           "group_norm instance_norm rms_norm"),
+    _float(reasons.UNFOLD, "im2col"),
+    _float(reasons.SCORES, "softmax log_softmax _softmax _safe_softmax"),
+    _float(reasons.NEAR_ZERO, "sqrt rsqrt reciprocal log log2 log10"),
+    _float(reasons.VARIANCE, "layer_norm group_norm instance_norm rms_norm"),
     # what quantization-aware training leaves
     _row(Role.FAKE, "fake_quantize_per_tensor_affine fake_quantize_per_channel_affine",
          makers.fake),

@@ -3,59 +3,55 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from torchq.convert.settled import Settled, Source
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.nn.packed_weights import PackedWeights
 from torchq.quantization.config import QConfig
 from torchq.quantization.qparams import QParams, choose_qparams
 
 
-class Source(NamedTuple):
-    """How a layer of a graph reads its first source.
-
-    Attributes:
-        qparams: parameters of what is divided by the factors.
-        whole: of the source as it is.
-        fixed: the model itself says them.
-        factors: of its channels; None for none.
-    """
-
-    qparams: QParams
-    whole: QParams
-    fixed: bool
-    factors: Tensor | None
-
-
 def converted_leaf(
-    module: ObservedLeaf,
-    calls: list[Source],
-    must_convert: bool,
+    leaf: ObservedLeaf,
+    calls: Sequence[Source],
+    own: Settled | None,
     weights: PackedWeights,
-    coarse: bool,
+    must_convert: bool,
 ) -> nn.Module:
     """Return the quantized leaf, or the float layer where neither graph nor leaf was calibrated.
 
-    What graphs have seen of the source in their ``calls`` counts as well: most calls take a graph.
+    What graphs have seen of the source counts as well: most calls take a graph.
+
+    Args:
+        leaf: of the prepared model.
+        calls: how the layers of graphs read the source.
+        own: what the leaf's own calls have recorded; None for nothing, or where it is dynamic.
+        weights: of the conversion.
+        must_convert: raise in place of returning the float layer.
+
+    Raises:
+        RuntimeError: it was never calibrated, and must be; the message names it.
+        ValueError: its weight cannot be quantized; the message names it.
     """
-    if coarse:
-        return module.coarse(weights)
-    own = module.calibrated
-    if not calls or module.observer is None:
-        return module.convert(weights) if own or must_convert else module.module
-    first, *others = calls
-    factors = first.factors if all(_have_one_form(first, call) for call in others) else None
+    if leaf.observer is None:
+        return leaf.convert(weights) if leaf.calibrated or must_convert else leaf.module
+    if must_convert and own is None and not calls:
+        own = leaf.settled()  # raises
+    sources = [*calls, *([] if own is None else [own.source(own.plan.layers[0])])]
+    if not sources:
+        return leaf.module
+    first, *others = sources
+    factors = first.factors if all(_have_one_form(first, call) for call in calls) else None
     src = first.whole if factors is None else first.qparams
-    more = [one.whole if factors is None else one.qparams for one in others]
-    if own:
-        seen = module.qparams()
-        more.append(seen if factors is None else _divided(seen, first, module.config))
+    more = [one.whole if factors is None else _divided(one, first, leaf.config) for one in others]
     for other in () if any(call.fixed for call in calls) else more:
-        src = _wider(src, other, module.config)
-    return module.convert(weights, src, factors)
+        src = _wider(src, other, leaf.config)
+    note = own.notes.get(own.plan.layers[0].dst, "") if own is not None and not calls else ""
+    return leaf.convert(weights, src, factors, note)
 
 
 def _have_one_form(a: Source, b: Source) -> bool:
@@ -65,11 +61,13 @@ def _have_one_form(a: Source, b: Source) -> bool:
     return torch.equal(a.factors, b.factors)
 
 
-def _divided(own: QParams, call: Source, config: QConfig) -> QParams:
-    """Return parameters of a source once it is divided by the factors of a call."""
-    ratio = float(call.qparams.scale) / float(call.whole.scale)
-    low, high = own.range
-    return choose_qparams(low * ratio, high * ratio, own.dtype, own.bits, config.symmetric)
+def _divided(other: Source, first: Source, config: QConfig) -> QParams:
+    """Return parameters of another source, once it is divided by the factors of the first."""
+    if _have_one_form(other, first):
+        return other.qparams
+    ratio = float(first.qparams.scale) / float(first.whole.scale)
+    low, high = (bound * ratio for bound in other.whole.range)
+    return choose_qparams(low, high, other.whole.dtype, other.whole.bits, config.symmetric)
 
 
 def _wider(a: QParams, b: QParams, config: QConfig) -> QParams:

@@ -12,7 +12,6 @@ from torch import Tensor, fx, nn
 
 from torchq.capture.graph import is_reserved
 from torchq.capture.ops import Op, Role, Split, is_resampling, reads_strides
-from torchq.convert.converted_leaves import Source
 from torchq.convert.quantized_layers import lookup, quantized
 from torchq.convert.settled import Settled
 from torchq.graphs.module import QuantizedGraph
@@ -264,7 +263,8 @@ class Lowering:
             return dst if dst is not None and node is layer.dst else self.qparams(node)
 
         with naming(f"{self.plan.prefix}{layer.op.base}"):
-            adjusted = replace(layer, src_factors=self._source_factors(layer))
+            factors = self.settled.source(layer).factors
+            adjusted = replace(layer, src_factors=factors)
             module = quantized(adjusted, self.plan, qparams, self._weights)
         if note := self.settled.notes.get(layer.dst):
             module.with_recipe(note)  # type: ignore[operator]
@@ -274,16 +274,6 @@ class Lowering:
         made = self._flat(layer.op, self.call(layer.op.name, module, *sources, **size))
         form = self._int8 if self.plan.emits_int8(layer) else self._float
         form[layer.dst] = made if form is self._int8 else self._as_in_model(layer.dst, made)
-
-    def source(self, layer: Layer) -> Source:
-        """Return how a layer reads its first source."""
-        src, fixed = layer.srcs[0], self.plan.fixed(layer.srcs[0]) is not None
-        factors = self._source_factors(layer)
-        return Source(self.qparams(src), self.settled.seen.qparams(src), fixed, factors)
-
-    def _source_factors(self, layer: Layer) -> Tensor | None:
-        """Return what the channels of a layer's source are divided by; None for nothing."""
-        return self.settled.factors.get(self.plan.root(layer.srcs[0]))
 
     def _sources(self, layer: Layer) -> list[Any]:
         """Return what the layer's module is called with."""

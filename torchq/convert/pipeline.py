@@ -18,15 +18,15 @@ from torchq.capture.limits import limits
 from torchq.capture.one_call import without_observers
 from torchq.convert.calibrated import check_calibrated, observed_graphs
 from torchq.convert.checks import add_checks
-from torchq.convert.converted_leaves import Source, converted_leaf
+from torchq.convert.converted_leaves import converted_leaf
 from torchq.convert.dispatch import Dispatch, attach, dispatches
 from torchq.convert.lower import Lowering
 from torchq.convert.parts import Part, Parts, find_parts
 from torchq.convert.prepared import Prepared
 from torchq.convert.recipes import settle, watches
-from torchq.convert.report import merged, report_rows, with_coarse
+from torchq.convert.report import check_patterns, merged, report_rows, with_coarse
 from torchq.convert.self_contained import SELF_CONTAINED, converted
-from torchq.convert.settled import Seen, Settled
+from torchq.convert.settled import Seen, Settled, Source
 from torchq.convert.sources import CHECKS, name_sources
 from torchq.convert.swap.checks import check_model, check_prepared
 from torchq.convert.swap.flow import plain_copy, prepare_settled
@@ -42,7 +42,7 @@ from torchq.nn.leaf import take_hooks
 from torchq.nn.packed_weights import PackedWeights
 from torchq.planning.passes import decided
 from torchq.quantization.config import Overrides, QConfig
-from torchq.report.rows import Row, Weight, check_patterns, check_strict
+from torchq.report.rows import Row, Weight, check_strict
 
 _ONE_AT_A_TIME = threading.RLock()
 """torch.export patches what all threads share while it captures."""
@@ -200,12 +200,22 @@ def _converted(prepared: Model, strict: bool, every_leaf: bool, weights: PackedW
         check_calibrated(dispatch, graph)
     settled = [settle(Seen(graph.recorder, graph.plan)) for graph in graphs.values()]
     found: list[Row] = prepared.torchq_report  # type: ignore[assignment]
-    rows, coarse = with_coarse(found, prepared, settled)
+    leaves = {n: leaf for n, leaf in prepared.named_modules() if isinstance(leaf, ObservedLeaf)}
+    seen = {n: leaf for n, leaf in leaves.items() if leaf.observer is not None and leaf.calibrated}
+    alone = {name: leaf.settled() for name, leaf in seen.items()}
+    rows, coarse = with_coarse(found, prepared, settled, alone)
     if strict:
         check_strict(rows, prepared.torchq_weights)  # type: ignore[arg-type]
     memo = _units(prepared)
     sources = _lower(graphs, settled, weights, memo)
-    _convert_leaves(prepared, sources, coarse, every_leaf, weights, memo)
+    for name, leaf in leaves.items():
+        if name in coarse:
+            made = leaf.coarse(weights)
+        else:
+            made = converted_leaf(leaf, sources[name], alone.get(name), weights, every_leaf)
+        if made is leaf.module:  # the prepared model keeps its own
+            made = copy.deepcopy(made, memo)
+        memo[id(leaf)] = take_hooks(made, leaf)
     result = copy.deepcopy(prepared, memo)
     for dispatch in dispatches(result):
         _take_tensors(dispatch.graph, memo)
@@ -241,26 +251,8 @@ def _lower(
         add_checks(lowered, dispatch.example)
         for layer in one.plan.active:
             if layer.op.owner is not None:
-                sources[f"{one.plan.prefix}{layer.op.base}"].append(lowering.source(layer))
+                sources[f"{one.plan.prefix}{layer.op.base}"].append(one.source(layer))
     return sources
-
-
-def _convert_leaves(
-    prepared: nn.Module,
-    sources: Mapping[str, list[Source]],
-    coarse: set[str],
-    every_leaf: bool,
-    weights: PackedWeights,
-    memo: dict[int, Any],
-) -> None:
-    """Put into ``memo`` what the model's own code will call."""
-    for name, module in prepared.named_modules():
-        if isinstance(module, ObservedLeaf):
-            calls = sources.get(name, [])
-            leaf = converted_leaf(module, calls, every_leaf, weights, name in coarse)
-            if leaf is module.module:  # the prepared model keeps its own
-                leaf = copy.deepcopy(leaf, memo)
-            memo[id(module)] = take_hooks(leaf, module)
 
 
 def _with_copies(row: Row, weights: PackedWeights) -> Row:

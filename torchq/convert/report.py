@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 
 from torch import nn
 
@@ -15,13 +16,12 @@ from torchq.capture.module_kinds import MATMUL, RECURRENT
 from torchq.capture.ops import Op, Role
 from torchq.capture.patterns import GETITEM, row_of
 from torchq.convert.settled import Settled
-from torchq.convert.swap.observed import ObservedLeaf
 from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
 from torchq.planning.layers import Layer
 from torchq.planning.plan import Plan
-from torchq.report.rows import DYNAMIC, READ, Row
-
-ONCE = "nothing that it reads depends on the inputs: it is computed once"
+from torchq.quantization.config import Overrides, unmatched_patterns
+from torchq.report import reasons
+from torchq.report.rows import Row, Weight
 
 
 def report_rows(plan: Plan) -> list[Row]:
@@ -72,7 +72,7 @@ def merged(
         inside.append(f"{name}." if name else "")
     for row in leaves:
         shown = row.is_matmul and row.name in names
-        shown = shown and row.reason != READ  # the graph has the function that reads
+        shown = shown and row.reason != reasons.READ  # the graph has the function that reads
         captured = row.name.startswith(tuple(inside)) and not shown
         if row.name not in found and not captured:
             found[row.name] = row
@@ -86,12 +86,16 @@ _FIRST = re.compile(r"_l0(_reverse)?$")  # weights of a network's first layer
 
 
 def with_coarse(
-    rows: Sequence[Row], prepared: nn.Module, graphs: Iterable[Settled]
+    rows: Sequence[Row],
+    prepared: nn.Module,
+    graphs: Iterable[Settled],
+    alone: Mapping[str, Settled],
 ) -> tuple[list[Row], set[str]]:
     """Return the rows of a calibrated model, and the names of its leaves that are not static.
 
     Linear and recurrent layers that one scale does not suit become dynamic; convolutions stay
-    float, and so does the first of several layers of an LSTM.
+    float, and so does the first of several layers of an LSTM. ``alone`` are leaves, by name, as
+    their own calls have them.
     """
     leaves, in_graphs = set[str](), set[str]()
     for settled in graphs:
@@ -99,22 +103,25 @@ def with_coarse(
         rows = _updated(rows, before, after)
         in_graphs |= {f"{before.prefix}{layer.op.base}" for layer in before.active}
         leaves |= {f"{after.prefix}{after.ops[node].base}" for node in after.coarse or ()}
-    for name, leaf in prepared.named_modules():
-        known = isinstance(leaf, ObservedLeaf | ObservedRNN | ObservedRNNCell)
-        if known and name not in in_graphs and (why := leaf.why_coarse()):
+    for name, leaf in alone.items():
+        for why in () if name in in_graphs else (leaf.plan.coarse or {}).values():
             leaves.add(name)
-            several = (_coarse(row, leaf, why) if row.name == name else [row] for row in rows)
+            now = why.startswith(reasons.DYNAMIC)
+            rows = [
+                replace(row, quantized=now, reason=why) if row.name == name else row for row in rows
+            ]
+    for name, unit in prepared.named_modules():
+        if isinstance(unit, ObservedRNN | ObservedRNNCell) and (why := unit.why_coarse()):
+            several = (_coarse(row, unit, why) if row.name == name else [row] for row in rows)
             rows = [row for some in several for row in some]
     return list(rows), leaves
 
 
-def _coarse(row: Row, leaf: ObservedLeaf | ObservedRNN | ObservedRNNCell, why: str) -> list[Row]:
-    """Return the rows of a module that one scale does not suit."""
-    if not isinstance(leaf.module, (nn.Linear, *RECURRENT)):
-        return [replace(row, quantized=False, reason=why)]
+def _coarse(row: Row, leaf: ObservedRNN | ObservedRNNCell, why: str) -> list[Row]:
+    """Return the rows of a recurrent module that one scale does not suit."""
     first = [w for w in row.weights if getattr(leaf, "has_float_first", False) and _FIRST.search(w)]
     rest = tuple(w for w in row.weights if w not in first)
-    dynamic = replace(row, quantized=True, reason=f"{DYNAMIC}{why}", weights=rest)
+    dynamic = replace(row, quantized=True, reason=f"{reasons.DYNAMIC}{why}", weights=rest)
     if not first:
         return [dynamic]
     name = f"{row.name}, first layer"
@@ -131,7 +138,7 @@ def _updated(rows: Sequence[Row], before: Plan, after: Plan) -> Sequence[Row]:
         now = new.get(row.name)
         if now is not None and now != old.get(row.name):
             own = now.quantized or now.is_matmul  # others only follow such a layer
-            reason = now.reason if own else "its sources are float"
+            reason = now.reason if own else reasons.FLOAT_SOURCES
             row = replace(row, quantized=now.quantized, reason=reason, site=now.site)
         found.append(row)
     return found
@@ -142,11 +149,11 @@ def _together(rows: list[Row]) -> Row:
     rows = [replace(row, calls=len(rows)) for row in rows]
     quantized = [row for row in rows if row.quantized]
     if not quantized or len(quantized) == len(rows):
-        reasons = dict.fromkeys(row.reason for row in rows)
-        if all(r.startswith("fused into ") for r in reasons):
-            into = dict.fromkeys(r.removeprefix("fused into ") for r in reasons)
-            return replace(rows[0], reason="fused into " + ", ".join(into))
-        return replace(rows[0], reason="; ".join(r for r in reasons if r))
+        found = dict.fromkeys(row.reason for row in rows)
+        if all(r.startswith(reasons.FUSED) for r in found):
+            into = dict.fromkeys(r.removeprefix(reasons.FUSED) for r in found)
+            return replace(rows[0], reason=reasons.FUSED + ", ".join(into))
+        return replace(rows[0], reason="; ".join(filter(None, found)))
     left = next(row.reason for row in rows if not row.quantized)
     first = quantized[0]
     return replace(first, reason=f"{first.reason or 'int8'}; elsewhere float: {left}")
@@ -157,7 +164,7 @@ def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
     if isinstance(op.owner, RECURRENT):
         quantized, site = op.base in plan.self_contained, op.base
     elif (whole := plan.dynamic_wholes.get(op.node)) is not None:
-        quantized, reason, site = True, f"fused into {plan.prefix}{whole.name}", whole.name
+        quantized, reason, site = True, f"{reasons.FUSED}{plan.prefix}{whole.name}", whole.name
     elif layer is not None:
         reason = layer.reason
         quantized = not reason
@@ -166,20 +173,20 @@ def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
         quantized |= op.node in plan.dynamic_at
         host = plan.table_hosts.get(layer, layer)
         if quantized and op.node is not host.op.node:
-            reason, site = f"fused into {plan.prefix}{host.op.name}", host.op.name
+            reason, site = f"{reasons.FUSED}{plan.prefix}{host.op.name}", host.op.name
     elif op.role in (Role.MOVE, Role.PASS, Role.POOL, Role.PAD):
         quantized = plan.is_int8(op.node)
-        reason = "passes values on as they are" if op.role is Role.PASS else ""
+        reason = reasons.PASSES if op.role is Role.PASS else ""
         if not quantized:
-            reason = "its sources are float"
+            reason = reasons.FLOAT_SOURCES
     elif op.role is Role.DYNAMIC:
         quantized = True
     elif op.role is Role.FAKE:
-        quantized, reason = True, "says what the scale and zero point are"
+        quantized, reason = True, reasons.LEVELS
     elif op.role is Role.SLOPES:
-        reason = "it has a slope per channel, and no convolution or linear in front takes it over"
+        reason = reasons.CHANNEL_SLOPES
     elif op.role is Role.NORM:
-        reason = "it stands alone on rows of features"
+        reason = reasons.ALONE_ON_ROWS
     is_matmul = isinstance(op.owner, (*MATMUL, *RECURRENT)) or op.is_matmul
     row = Row(name, op.kind, quantized, reason, site, is_matmul, op.requested)
     return replace(row, weights=_weights(plan, op))
@@ -195,4 +202,36 @@ def _weights(plan: Plan, op: Op) -> tuple[str, ...]:
 
 def _once(plan: Plan, name: str) -> Row:
     kind = type(plan.captured.model.get_submodule(name)).__name__
-    return Row(name, kind, False, ONCE, name, False, plan.config(name) is None)
+    return Row(name, kind, False, reasons.ONCE, name, False, plan.config(name) is None)
+
+
+def check_patterns(
+    model: nn.Module, rows: list[Row], weights: Sequence[Weight], overrides: Overrides | None
+) -> None:
+    """Raise ValueError for an override that matches no module, row, weight or ``.dst`` of one."""
+    names = [name for name, _ in model.named_modules()]
+    names += [*(row.name for row in rows), *(weight.name for weight in weights)]
+    if unmatched := unmatched_patterns(overrides, [*names, *(f"{name}.dst" for name in names)]):
+        told = ", ".join(map(repr, unmatched[:3])) + (", ..." if len(unmatched) > 3 else "")
+        raise ValueError(
+            f"torchq.prepare: overrides must match names of modules or functions, but {told} "
+            f"match{'es' * (len(unmatched) == 1)} none. {_nearest_names(model, rows, unmatched)} "
+            "torchq.explain(torchq.prepare(model, example_inputs)) lists all."
+        )
+
+
+def _nearest_names(model: nn.Module, rows: list[Row], patterns: list[str]) -> str:
+    """Return a sentence with the names that are most like patterns, or with the outermost ones."""
+    modules = [name for name, _ in model.named_modules() if name]
+    known = [*modules, *(row.name for row in rows if row.quantized and row.name not in modules)]
+    near = []
+    for pattern in patterns[:3]:
+        text, end = (pattern[:-4], ".dst") if pattern.endswith(".dst") else (pattern, "")
+        near += [name + end for name in get_close_matches(text, known, 2, 0.55)]
+    if near:
+        return f"Did you mean {' or '.join(map(repr, dict.fromkeys(near)))}?"
+    outer = list(dict.fromkeys(name.partition(".")[0] for name in known if name))
+    if not outer:
+        return "The model is one module, which only '' and '*' match."
+    more = f" and {len(outer) - 5} more" if len(outer) > 5 else ""
+    return f"Names begin with {', '.join(map(repr, outer[:5]))}{more}."

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor, fx
 
@@ -118,6 +118,22 @@ def _search(
     return observer.qparams(*options)
 
 
+class Source(NamedTuple):
+    """How a layer reads its first source.
+
+    Attributes:
+        qparams: parameters of what is divided by the factors.
+        whole: of the source as it is.
+        fixed: the model itself says them.
+        factors: of its channels; None for none.
+    """
+
+    qparams: QParams
+    whole: QParams
+    fixed: bool
+    factors: Tensor | None
+
+
 @dataclass(frozen=True)
 class Apart:
     """Layers for a few source channels of a layer: ``second(function(first(src)))``.
@@ -168,3 +184,9 @@ class Settled:
         """Return scale and zero point of a value's group."""
         root = self.plan.root(node)
         return self.adjusted[root] if root in self.adjusted else self.seen.qparams(root)
+
+    def source(self, layer: Layer) -> Source:
+        """Return how a layer reads its first source."""
+        node, fixed = layer.srcs[0], self.plan.fixed(layer.srcs[0]) is not None
+        factors = self.factors.get(self.plan.root(node))
+        return Source(self.qparams(node), self.seen.qparams(node), fixed, factors)

@@ -22,7 +22,7 @@ from torchq.attributes.options import (
     GroupSize,
     WeightBits,
 )
-from torchq.capture.module_kinds import MAX_REDUCTION, TOO_LONG
+from torchq.capture.module_kinds import why_sums
 from torchq.convert.swap.checks import check_finite
 from torchq.convert.swap.leaves import equivalent_layer
 from torchq.convert.swap.observed import ObservedLeaf
@@ -39,6 +39,7 @@ from torchq.nn.embedding import QEmbedding
 from torchq.nn.leaf import Leaf, QuantizedLeaf, take_hooks, without_hooks
 from torchq.quantization.config import QConfig
 from torchq.quantization.ranges import check_choice
+from torchq.report import reasons
 from torchq.report.rows import Row
 
 try:
@@ -56,7 +57,10 @@ except ImportError as error:
 
 _METHOD = "torchq"
 _WHERE = "TorchqConfig"
-_OWN_CODE = "its code is its own"
+_CHOSEN = (
+    *(reasons.SAME_WEIGHT, reasons.NOT_CONVERTED, reasons.READ_WEIGHT, reasons.FLOAT_IN_FILE),
+)
+"""Reasons that are no surprise: the caller, the code or the file says so."""
 
 
 class TorchqConfig(QuantizationConfigMixin):
@@ -188,19 +192,19 @@ class TorchqQuantizer(HfQuantizer):
         kept = self.get_modules_to_not_convert(model, asked, model._keep_in_fp32_modules)
         ties = model.all_tied_weights_keys
         tied = {name.rpartition(".")[0] for name in (*ties, *ties.values())}
-        reasons: dict[str, str] = {}
+        found: dict[str, str] = {}
         tables = (nn.Embedding,) if self.quantization_config.embedding_bits else ()
         for name, module in model.named_modules():
             if not isinstance(module, (nn.Linear, Conv1D, *tables)):
                 continue
-            reasons[name] = ""
+            found[name] = ""
             if name in tied:
-                reasons[name] = "another module has the same weight"
+                found[name] = reasons.SAME_WEIGHT
             elif not should_convert_module(name, kept):
-                reasons[name] = "modules_to_not_convert, or transformers itself, keeps it float"
+                found[name] = reasons.NOT_CONVERTED
             elif isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-                reasons[name] = "nn.MultiheadAttention reads its weight"
-        return reasons
+                found[name] = reasons.READ_WEIGHT
+        return found
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: object) -> bool:
         """Return True for the weights of layers that become int8."""
@@ -220,10 +224,11 @@ class TorchqQuantizer(HfQuantizer):
             leaf: nn.Module = QEmbedding.from_float(
                 without_hooks(layer), bits=config.embedding_bits
             )
-        elif isinstance(layer, nn.Linear) and layer.in_features <= MAX_REDUCTION:
+        elif isinstance(layer, nn.Linear) and not why_sums(layer):
             leaf = ObservedLeaf(layer, config, name).convert()
         else:
-            self._reasons[name] = TOO_LONG if isinstance(layer, nn.Linear) else _OWN_CODE
+            long = why_sums(layer) if isinstance(layer, nn.Linear) else ""
+            self._reasons[name] = long or reasons.OWN_CODE
             return False
         model.set_submodule(name, take_hooks(initialized(leaf), module))
         return True
@@ -345,19 +350,19 @@ def initialized(leaf: Any) -> Any:
     return leaf
 
 
-def _report(model: nn.Module, reasons: Mapping[str, str]) -> list[Row]:
+def _report(model: nn.Module, known: Mapping[str, str]) -> list[Row]:
     """Return the rows of ``torchq.explain``; a saved model does not know why layers are float."""
     rows = []
     for name, module in model.named_modules():
         is_table = isinstance(module, QEmbedding) or (
-            isinstance(module, nn.Embedding) and name in reasons
+            isinstance(module, nn.Embedding) and name in known
         )
         if is_table or isinstance(module, (nn.Linear, Conv1D, QuantizedLeaf)):
             quantized = isinstance(module, Leaf)
-            reason = "" if quantized else reasons.get(name, "float in the saved model")
+            reason = "" if quantized else known.get(name, reasons.FLOAT_IN_FILE)
             # a leaf has the attributes of the float layer
             kind = "Embedding" if is_table else "Conv1D" if hasattr(module, "nf") else "Linear"
-            requested = reason not in ("", TOO_LONG, _OWN_CODE)
+            requested = reason in _CHOSEN
             rows.append(Row(name, kind, quantized, reason, name, not is_table, requested))
     return rows
 

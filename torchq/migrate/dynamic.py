@@ -11,11 +11,10 @@ from torch import nn
 
 from torchq.capture.module_kinds import (
     MATMUL,
-    MAX_REDUCTION,
     RECURRENT,
-    TOO_LONG,
     is_patched,
     why_float,
+    why_sums,
 )
 from torchq.convert.self_contained import converted, observed
 from torchq.convert.swap.checks import check_model
@@ -28,11 +27,11 @@ from torchq.convert.tables import TABLES, TableMaker
 from torchq.migrate.spec import QINT8, Spec
 from torchq.models.conversions import refusing_conversions
 from torchq.models.inputs import Model, without_gradients
-from torchq.nn.batch_norm import reduction
 from torchq.nn.float_modules import is_experts
 from torchq.nn.leaf import take_hooks, without_hooks
 from torchq.qat.known_scales import put
 from torchq.quantization.config import QConfig
+from torchq.report import reasons
 from torchq.report.rows import Row
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -163,18 +162,16 @@ def _why_float(layer: nn.Module, config: QConfig, named: bool) -> str:
     if isinstance(layer, (nn.MultiheadAttention, *TABLES)):
         return ""
     if isinstance(layer, _CONVS) and layer.groups == layer.in_channels > 1 and not named:
-        return (
-            "a dynamic depthwise convolution would be slower than float; give its name to have it"
-        )
-    if isinstance(layer, MATMUL) and reduction(layer) > MAX_REDUCTION:
-        return TOO_LONG
-    return why_float(layer, config, set()) if isinstance(layer, RECURRENT) else ""
+        return reasons.SLOW_DEPTHWISE
+    if isinstance(layer, RECURRENT):
+        return why_float(layer, config, set())
+    return why_sums(layer) if isinstance(layer, MATMUL) else ""
 
 
 def _note(layer: nn.Module) -> str:
     """Return what the report says of a convolution that one memory format makes slower."""
     if isinstance(layer, _CONVS) and layer.weight[0].numel() == layer.in_channels <= 64:
-        return "faster than float from channels-last sources, slower from contiguous ones"
+        return reasons.CHANNELS_LAST
     return ""
 
 
@@ -205,9 +202,9 @@ def _left(
         return []
     known = has_form or isinstance(module, (*_FORMS, nn.MultiheadAttention))
     if not reason:
-        reason = "it has no dynamic form"
+        reason = reasons.NO_OWN_DYNAMIC_FORM
         if known:
-            reason = "its code is its own" if config is not None else "qconfig_spec leaves it out"
+            reason = reasons.OWN_CODE if config is not None else reasons.LEFT_OUT
     is_matmul = known and not isinstance(module, TABLES)
     return [_row(name, type(module), reason, is_matmul, config is None)]
 

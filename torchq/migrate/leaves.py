@@ -27,6 +27,7 @@ from torchq.nn.leaf import without_padding
 from torchq.nn.weight import packed_weight
 from torchq.quantization.config import QConfig
 from torchq.quantization.qparams import QParams
+from torchq.report import reasons
 from torchq.report.rows import Row
 
 LAYERS = (*MATMUL, *RECURRENT)
@@ -100,19 +101,19 @@ def static_leaf(
     return QuantizedLeaf.of(layer.to(dtype), made)
 
 
-def report(model: nn.Module, kinds: Mapping[str, str], reasons: Mapping[str, str]) -> list[Row]:
+def report(model: nn.Module, kinds: Mapping[str, str], known: Mapping[str, str]) -> list[Row]:
     """Return what became of each layer, for :func:`torchq.explain`.
 
     Args:
         model: with the quantized layers.
         kinds: classes that these had, by their names.
-        reasons: why others are float, by their names.
+        known: why others are float, by their names.
     """
     rows = []
     for name, module in model.named_modules():
         if name in kinds:
             rows.append(Row(name, kinds[name], True, "", name, True, False))
         elif isinstance(module, LAYERS):
-            reason = reasons.get(name, "it was float in the model that this one comes from")
+            reason = known.get(name, reasons.FLOAT_BEFORE)
             rows.append(Row(name, type(module).__name__, False, reason, name, True, False))
     return rows

@@ -8,6 +8,8 @@ from torch import Tensor
 from torch._jit_internal import is_scripting
 from typing_extensions import Self
 
+from torchq.functional.placeholders import OF_A_NAME, count_modules
+from torchq.nn.direct_call import DirectCall, source, sources, state
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams
 from torchq.quantization.qparams import QParams
 from torchq.runtime.library import dtype_code
@@ -46,6 +48,7 @@ class _QCombine(QModule):
 
     @classmethod
     def _arguments_from_spec(cls, spec: dict[str, Any]) -> dict[str, Any]:
+        count_modules(len(spec["srcs"]) * OF_A_NAME)
         dst = None if spec["dst"] == "f32" else placeholder_qparams(spec["dst"], spec["dst_bits"])
         srcs = map(placeholder_qparams, spec["srcs"], spec["src_bits"])
         return {"srcs": list(srcs), "dst": dst}
@@ -88,10 +91,16 @@ class _QBinary(_QCombine):
         return cls(**cls._arguments_from_spec(spec), relu=spec["relu"])
 
 
+_PAIR = (
+    *(source("src_signed"), source("src_signed")),
+    *state("scales", "zero_points", "dst_code", "relu"),
+)
+
+
 class QAdd(_QBinary):
     """``quantize(real(src0) + real(src1))``, optionally with relu; shapes broadcast."""
 
-    _direct = ("add", "<src_signed> <src_signed> scales zero_points dst_code relu", "dst_high")
+    _direct = DirectCall("add", _PAIR, unless=("dst_high",))
 
     def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
         """Add."""
@@ -106,7 +115,7 @@ class QAdd(_QBinary):
 class QMul(_QBinary):
     """``quantize(real(src0) * real(src1))``, optionally with relu; shapes broadcast."""
 
-    _direct = ("mul", "<src_signed> <src_signed> scales zero_points dst_code relu", "dst_high")
+    _direct = DirectCall("mul", _PAIR, unless=("dst_high",))
 
     def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
         """Multiply."""
@@ -121,7 +130,11 @@ class QMul(_QBinary):
 class QCat(_QCombine):
     """Concatenation; a source with other parameters than the destination's is requantized."""
 
-    _direct = ("concat", "[src_signed] scales zero_points dim dst_code", "dst_high")
+    _direct = DirectCall(
+        "concat",
+        (sources("src_signed"), *state("scales", "zero_points", "dim", "dst_code")),
+        unless=("dst_high",),
+    )
 
     def __init__(self, srcs: list[QParams], dst: QParams | None, dim: int = 1) -> None:
         """``dim`` as in torch.cat; ``dst`` None means float32."""

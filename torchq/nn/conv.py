@@ -14,7 +14,8 @@ from torchq.attributes.post_ops import PostOps
 from torchq.functional.arguments import conv_geometry
 from torchq.functional.depthwise import join_at_dw_conv
 from torchq.functional.packing import PackedWeight
-from torchq.nn.layer import DIRECT, QLayer, sources_of
+from torchq.nn.direct_call import NONE, DirectCall, state
+from torchq.nn.layer import DESTINATION, SOURCE, QLayer, sources_of
 from torchq.nn.weight import QuantizedWeight, packed_weight
 from torchq.quantization.qparams import QParams
 
@@ -42,7 +43,11 @@ class QConv(QLayer):
     """
 
     dims: ClassVar[int] = 0
-    _direct = ("conv", f"{DIRECT[0]} geometry {DIRECT[1]} - lookup.table", "dw contiguous")
+    _direct = DirectCall(
+        "conv",
+        (*SOURCE, *state("geometry"), *DESTINATION, NONE, *state("lookup.table")),
+        unless=("dw", "contiguous"),
+    )
 
     def __init__(
         self,

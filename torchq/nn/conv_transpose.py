@@ -12,7 +12,8 @@ from torchq.attributes.options import Granularity
 from torchq.attributes.post_ops import PostOps
 from torchq.functional.arguments import conv_transpose_geometry
 from torchq.functional.packing import PackedWeight
-from torchq.nn.layer import DIRECT, QLayer, sources_of
+from torchq.nn.direct_call import DirectCall, state
+from torchq.nn.layer import DESTINATION, SOURCE, QLayer, sources_of
 from torchq.nn.weight import QuantizedWeight, packed_weight
 from torchq.quantization.qparams import QParams
 
@@ -36,7 +37,11 @@ class QConvTranspose(QLayer):
     """
 
     dims: ClassVar[int] = 0
-    _direct = ("conv_transpose", f"{DIRECT[0]} geometry {DIRECT[1]} lookup.table", "contiguous")
+    _direct = DirectCall(
+        "conv_transpose",
+        (*SOURCE, *state("geometry"), *DESTINATION, *state("lookup.table")),
+        unless=("contiguous",),
+    )
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.quantization.qparams import QParams
+from torchq.report import reasons
 
 _LEVELS = {f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in range(2, 9)}
 _LEVELS |= {f"uint{bits}": (0, 2**bits - 1) for bits in range(2, 9)}
@@ -55,7 +56,7 @@ def fake_quantizer(module: nn.Module) -> FakeQuantize | str:
     config: Any = module.config
     low, high = _LEVELS.get(str(config.dtype).rpartition(".")[2], (0, 0))
     if type(config.granularity).__name__ != "PerAxis" or high == 0:
-        return f"fake quantization of {config.dtype} by {config.granularity} has no int8 form"
+        return reasons.FAKE_FORM.format(dtype=config.dtype, granularity=config.granularity)
     scale: Any = module.scale
     zero_point: Any = module.zero_point
     return FakeQuantize.from_affine(scale, zero_point, low, high, 0)
@@ -98,9 +99,9 @@ def fixed_qparams(fake: FakeQuantize, dtype: torch.dtype) -> Fixed:
 def why_not_fixed(fake: FakeQuantize) -> str:
     """Return why an activation with this fake quantizer cannot be int8; "" if it can."""
     if fake.is_per_channel:
-        return "it has a scale per channel, and what reads activations takes one"
+        return reasons.FAKE_CHANNELS
     if fake.levels > 256:
-        return f"it has {fake.levels} levels, and int8 has 256"
+        return reasons.FAKE_LEVELS.format(levels=fake.levels)
     if bool((fake.input_low >= fake.input_high).any()):
         return fake.why_float()
     return (fake if fake.levels in (128, 256) else _widened(fake)).why_float()
@@ -131,15 +132,15 @@ def weight_scale(fake: FakeQuantize, weight: Tensor, axis: int, groups: int) -> 
     """
     scale = fake.output_scale
     if fake.axis is not None and fake.axis % weight.dim() != axis:
-        return "its weight has scales along another dimension than its output channels"
+        return reasons.FAKE_AXIS
     if not bool((torch.isfinite(scale) & (scale > 0)).all()):
-        return "its weight's fake quantizer has no positive scale"
+        return reasons.FAKE_SCALE
     shape = [1] * weight.dim()
     shape[axis] = -1
     steps = weight.detach().double() / (scale.reshape(shape) if fake.axis is not None else scale)
     if steps.numel() and float((steps - steps.round()).abs().max()) > 0.01:
-        return "zero is no level of its weight's fake quantizer"
+        return reasons.FAKE_ZERO
     if steps.numel() and not -128.5 < float(steps.min()) <= float(steps.max()) < 127.5:
-        return "its weight's fake quantizer has a zero point that int8 cannot do without"
+        return reasons.FAKE_ZERO_POINT
     repeated = scale.repeat(groups) if axis != 0 and scale.numel() > 1 else scale
     return repeated.float()

@@ -14,7 +14,8 @@ from torchq.attributes.post_op import CHANNEL_MASKS, Binary, Eltwise, PReLU
 from torchq.attributes.post_ops import PostOps, post_ops_of
 from torchq.functional.folding import fold
 from torchq.functional.packing import PackedWeight, empty_packed
-from torchq.functional.placeholders import are_limited, placeholder
+from torchq.functional.placeholders import are_limited, placeholder, take
+from torchq.nn.direct_call import NONE, OTHERS, source, state
 from torchq.nn.module import (
     QModule,
     dtype_from_name,
@@ -98,10 +99,13 @@ def sources_of(residual: Tensor | None, post_op_srcs: list[Tensor] | None) -> li
     return srcs if post_op_srcs is None else srcs + list(post_op_srcs)
 
 
-DIRECT = (
-    "<src_dtype> weight compensation pair_bound multiplier offset - src_zero_point",
-    "dst_code post_ops post_op_params ... weight_shift",
+SOURCE = (
+    source("src_dtype"),
+    *state("weight", "compensation", "pair_bound", "multiplier", "offset"),
+    NONE,
+    *state("src_zero_point"),
 )
+DESTINATION = (*state("dst_code", "post_ops", "post_op_params"), OTHERS, *state("weight_shift"))
 """The arguments that the layers' ops share, for ``QModule._direct``."""
 
 
@@ -172,9 +176,8 @@ class QLayer(QModule):
             spec["weight_dtype"] = dtype_name(weight.dtype)
         self._add_floats("bias", bias)
         self.post_ops = str(chain)
-        values = torch.cat(
-            [torch.empty(0, dtype=torch.float32, device="cpu"), *chain.channel_values]
-        )
+        none = torch.empty(0, dtype=torch.float32, device="cpu")
+        values = torch.cat(chain.channel_values or [none])
         self.register_buffer("post_op_values", values)
         self._set_spec(
             weight=list(weight.shape),
@@ -326,6 +329,7 @@ class QLayer(QModule):
             dst = QParams(scale, torch.zeros_like(scale, dtype=torch.int32), dst.dtype, 1)
         zeros = spec.get("weight_zero_points")
         values = [placeholder(n) for n in spec["post_op_values"]]
+        take(4 * packed.channels * len(values))  # folding makes one per channel of each
         return {
             "weight": packed,
             "weight_scale": placeholder(spec["weight_scales"]),

@@ -10,7 +10,8 @@ from typing_extensions import Self
 from torchq.attributes.options import Granularity
 from torchq.attributes.post_ops import PostOps
 from torchq.functional.packing import PackedWeight
-from torchq.nn.layer import DIRECT, QLayer, sources_of
+from torchq.nn.direct_call import NONE, DirectCall, state
+from torchq.nn.layer import DESTINATION, SOURCE, QLayer, sources_of
 from torchq.nn.weight import QuantizedWeight, packed_weight
 from torchq.quantization.qparams import QParams
 
@@ -33,7 +34,9 @@ class QLinear(QLayer):
         ValueError: the last dimension of ``src`` is not ``in_features``.
     """
 
-    _direct = ("linear", f"{DIRECT[0]} in_features {DIRECT[1]} - lookup.table", "")
+    _direct = DirectCall(
+        "linear", (*SOURCE, *state("in_features"), *DESTINATION, NONE, *state("lookup.table"))
+    )
 
     def __init__(
         self,

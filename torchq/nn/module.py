@@ -16,6 +16,7 @@ from torchq.attributes.arguments import DTYPE_NAMES, as_float32, check_type
 from torchq.attributes.json_text import read_json
 from torchq.functional.packing import PackedWeight, unproven
 from torchq.nn.clip_counter import ClipCounter, Told, check_finite
+from torchq.nn.direct_call import DirectCall
 from torchq.quantization.qparams import QParams
 from torchq.runtime.library import dtype_code
 
@@ -82,15 +83,8 @@ class QModule(nn.Module):
     registry: ClassVar[dict[str, type["QModule"]]] = {}
     """Every subclass by name, for :func:`torchq.load`."""
 
-    _direct: ClassVar[tuple[str, str, str] | tuple[str, str, str, object] | None] = None
-    """How a converted model calls the op without the module, where ``forward`` comes to one op: the
-    op's name, its arguments, and the attributes that must be None, False or 0 for that.
-
-    An argument is the name of what the module holds, ``-`` for None, ``<dtype>`` for a source of
-    the dtype that this attribute tells, ``[dtype]`` for a list of them, ``...`` for a list of all
-    other sources. ``csrc/python/site.cpp`` reads it; a fourth entry, the forward that it stands
-    for, comes by itself.
-    """
+    _direct: ClassVar[DirectCall | None] = None
+    """How a converted model calls the op without the module, where ``forward`` comes to one op."""
 
     spec: Tensor
     checked_name: str
@@ -102,7 +96,7 @@ class QModule(nn.Module):
         super().__init_subclass__(**kwargs)
         own = vars(next(base for base in cls.__mro__ if "forward" in vars(base)))
         direct = own.get("_direct")
-        cls._direct = None if direct is None else (*direct[:3], own["forward"])
+        cls._direct = None if direct is None else direct._replace(forward=own["forward"])
         # The first of a name: torch.export makes subclasses of its own with the same names.
         QModule.registry.setdefault(cls.__name__, cls)
 

@@ -10,6 +10,7 @@ from torch._jit_internal import is_scripting
 from typing_extensions import Self
 
 from torchq.functional.arguments import Ints, conv_geometry, spread
+from torchq.nn.direct_call import NONE, DirectCall, source, state
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams
 from torchq.quantization.qparams import QParams
 from torchq.runtime.library import dtype_code
@@ -86,7 +87,11 @@ class _QPool(QModule):
 class QMaxPool(_QPool):
     """Maximum over windows; padding is never picked. Arguments as in ``torch.nn.MaxPool2d``."""
 
-    _direct = ("max_pool", "<src_dtype> geometry ceil_mode", "contiguous")
+    _direct = DirectCall(
+        "max_pool",
+        (source("src_dtype"), *state("geometry", "ceil_mode")),
+        unless=("contiguous",),
+    )
 
     def __init__(
         self,
@@ -138,11 +143,15 @@ class QAvgPool(_QPool):
     With ``dst``, in real units: see :mod:`torchq.functional.pooling`.
     """
 
-    _direct = (
+    _direct = DirectCall(
         "avg_pool",
-        "<src_dtype> src_zero_point geometry ceil_mode count_include_pad - scales zero_points "
-        "dst_code",
-        "dst_high contiguous",
+        (
+            source("src_dtype"),
+            *state("src_zero_point", "geometry", "ceil_mode", "count_include_pad"),
+            NONE,
+            *state("scales", "zero_points", "dst_code"),
+        ),
+        unless=("dst_high", "contiguous"),
     )
 
     def __init__(

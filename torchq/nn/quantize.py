@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchq.functional.placeholders import placeholder
 from torchq.functional.tables import lookup_table
+from torchq.nn.direct_call import DirectCall, source, state
 from torchq.nn.module import (
     QModule,
     dtype_name,
@@ -40,7 +42,8 @@ def _placeholder(dtype: str, spec: dict[str, Any]) -> QParams:
     one = placeholder_qparams(dtype, spec["bits"])
     if "axis" not in spec:
         return one
-    scale, zero_point = (x.expand(spec["channels"]).clone() for x in (one.scale, one.zero_point))
+    count = spec["channels"]
+    scale, zero_point = placeholder(count), placeholder(count, dtype=torch.int32, value=0)
     return QParams(scale, zero_point, one.dtype, spec["axis"], one.bits)
 
 
@@ -128,7 +131,7 @@ class QLookup(QModule):
     float32 sources are quantized first.
     """
 
-    _direct = ("lookup", "<src_dtype> table", "")
+    _direct = DirectCall("lookup", (source("src_dtype"), *state("table")))
 
     table: Tensor
     dst_scale: Tensor

@@ -12,6 +12,7 @@ from typing_extensions import Self
 
 from torchq.attributes.attr import Attr
 from torchq.attributes.options import Cell, Granularity, Merge
+from torchq.functional.placeholders import placeholder_device
 from torchq.nn.module import QModule, as_source, dtype_name
 from torchq.nn.rnn_attr import read_attr
 from torchq.nn.rnn_float import cell_of, check_bound, data_params, layer_from_float
@@ -206,12 +207,12 @@ class _QRecurrent(FloatParameters, QModule):
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> Self:
-        """See the base class; a float layer takes no memory until the file's values fit."""
+        """See the base class."""
         layers = [QRecurrentLayer.from_spec(layer) for layer in spec["layers"]]
         made = cls(layers, spec["batch_first"], spec["merge"])
         if first := spec.get("first"):
             sizes = {name: first[name] for name in _FIRST}
-            made.with_float_first(nn.LSTM(**sizes, device="meta").to_empty(device="cpu"))
+            made.with_float_first(nn.LSTM(**sizes, device=placeholder_device()))
         return made
 
     @property

@@ -159,7 +159,8 @@ class QRecurrentLayer(QModule):
 
     def _add_bias(self, name: str, shape: list[int], value: Tensor | None) -> None:
         """Add a buffer of its own memory; None is a bias of zeros."""
-        own = torch.zeros(shape, dtype=torch.float32, device="cpu")
+        device = self._buffers["weight_src"].device  # type: ignore[union-attr]
+        own = torch.zeros(shape, dtype=torch.float32, device=device)
         self.register_buffer(
             name, own if value is None else own.copy_(value.detach().reshape(shape))
         )
@@ -247,7 +248,7 @@ class QRecurrentLayer(QModule):
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> "QRecurrentLayer":
         """See the base class."""
-        count_modules()
+        count_modules(2)  # it takes 2 ms, and 4 KB of its file
         inputs, hidden, projection = spec["sizes"]
         directions, gates = spec["directions"], GATES[spec["cell"]]
 

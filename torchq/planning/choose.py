@@ -16,6 +16,7 @@ from torch import fx
 from torchq.capture.ops import Role
 from torchq.planning.layers import HARD, Layer
 from torchq.planning.plan import Plan
+from torchq.report import reasons
 
 
 def choose_int8(plan: Plan) -> Plan:
@@ -64,8 +65,8 @@ def _tried(plan: Plan, layer: Layer, hard: AbstractSet[fx.Node]) -> Layer:
     if layer.reason or layer.role in HARD:
         return layer
     if not any(plan.is_int8(node) for node in layer.srcs):
-        return replace(layer, reason="its sources are float")
+        return replace(layer, reason=reasons.FLOAT_SOURCES)
     wanted = hard >= {plan.root(node) for node in layer.srcs}
     if not plan.emits_int8(layer) and (layer.role is Role.UNARY or not wanted):
-        return replace(layer, reason="its destination is float")
+        return replace(layer, reason=reasons.FLOAT_DESTINATION)
     return layer

@@ -9,13 +9,14 @@ from dataclasses import replace
 
 from torch import Tensor, fx, nn
 
-from torchq.capture.module_kinds import MATMUL, NO_DYNAMIC_FORM
+from torchq.capture.module_kinds import MATMUL
 from torchq.capture.ops import Op, Role, clip_bounds, have_one_size, only_reader
 from torchq.nn.batch_norm import TRANSPOSED, Affine
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.float_modules import Add, Attention, Cat, Mul
 from torchq.planning.layers import HARD, Layer
 from torchq.planning.plan import Plan
+from torchq.report import reasons
 
 
 def fuse(plan: Plan) -> Plan:
@@ -27,7 +28,7 @@ def fuse(plan: Plan) -> Plan:
     def checked(layer: Layer) -> Layer:
         config = plan.config(layer.op.base)
         static = config is None or not config.dynamic
-        return layer if static else replace(layer, reason=NO_DYNAMIC_FORM)
+        return layer if static else replace(layer, reason=reasons.NO_DYNAMIC_FORM)
 
     return replace(plan, layers=tuple(map(checked, _Finder(plan.ops).run())))
 

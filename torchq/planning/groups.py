@@ -20,9 +20,9 @@ from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.fake_scales import Fixed, fixed_qparams
 from torchq.planning.layers import Layer
 from torchq.planning.plan import Plan, averages
+from torchq.report import reasons
 
 _KEEPING = (Role.MOVE, Role.PASS, Role.POOL, Role.PAD)
-NO_LEVELS = "the model has a fake quantizer behind it, and none in front"
 
 
 def find_groups(plan: Plan) -> Plan:
@@ -126,7 +126,7 @@ class _Groups:
         source = self._fixed(layer.srcs[0]) if follows else None
         dst = self._fixed(layer.dst)
         if layer.role is Role.MEAN and source is None and dst is not None:
-            layer = replace(layer, reason=NO_LEVELS)
+            layer = replace(layer, reason=reasons.NO_LEVELS)
         rounded = layer.role is Role.MEAN and all(user in self.fakes for user in layer.dst.users)
         if source is not None and dst is None and not rounded:
             self.levels[self.root(layer.dst)] = Fixed(source.dequantize, source.dequantize)

@@ -25,10 +25,7 @@ from torchq.nn.float_modules import Attention, MatMul
 from torchq.planning.dynamic import make_dynamic
 from torchq.planning.layers import HARD, Layer
 from torchq.planning.plan import Plan
-from torchq.report.rows import DYNAMIC
-
-LENGTH = "the range of what it reads depends on sizes of the input"
-WEIGHTS = "it reads weights of a softmax, most of which are small beside the largest"
+from torchq.report import reasons
 
 _SYMBOL = re.compile(r"\b[su]\d+\b(?:\*\*(\d+))?")
 _FRESH = (
@@ -66,13 +63,13 @@ def leave_lengths(plan: Plan) -> Plan:
             continue
         read = [ranges.of(src) for src in op.srcs if not _is_fixed(src, ops)]
         if any(one.degree for one in read):
-            op, reason = make_dynamic(op, ops), LENGTH
+            op, reason = make_dynamic(op, ops), reasons.LENGTH
         elif isinstance(op.module, MatMul) and any(one.is_weight for one in read):
-            reason = WEIGHTS
+            reason = reasons.WEIGHTS
         else:
             continue
         if op.role is Role.DYNAMIC:
-            ops[node] = replace(op, reason=f"{DYNAMIC}{reason}")
+            ops[node] = replace(op, reason=f"{reasons.DYNAMIC}{reason}")
         else:
             ops[node] = replace(op, reason=reason, role=Role.OPAQUE)
     sized = frozenset(node for node in ops if ranges.of(node).degree)
@@ -84,7 +81,7 @@ def leave_sized(plan: Plan) -> Plan:
 
     def left(layer: Layer) -> Layer:
         reads = not plan.sized.isdisjoint(layer.srcs) and not plan.is_chosen(layer.op.base)
-        return replace(layer, reason=LENGTH) if reads else layer
+        return replace(layer, reason=reasons.LENGTH) if reads else layer
 
     return replace(plan, layers=tuple(map(left, plan.layers)))
 

@@ -12,14 +12,13 @@ from torch import fx, nn
 
 from torchq.capture.graph import function_name
 from torchq.capture.limits import why_long
-from torchq.capture.module_kinds import AVERAGES, why_dtypes
+from torchq.capture.module_kinds import AVERAGES, MATMUL, why_dtypes, why_sums
 from torchq.capture.ops import Op, Recognized, Role, is_float
 from torchq.capture.patterns import arguments_of, row_of
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.fake_scales import composed, fake_quantizer, is_fake, why_not_fixed
 from torchq.planning.plan import Plan
-
-POSITIONS = "it reads what depends on sizes and positions alone"
+from torchq.report import reasons
 
 
 def recognize(plan: Plan) -> Plan:
@@ -92,21 +91,25 @@ def _dequantization(op: Op, ops: dict[fx.Node, Op]) -> Op:
 
 def _known(node: fx.Node, model: nn.Module) -> tuple[Recognized, nn.Module | None]:
     """Return what the table says about a node, and the module that makes the call."""
-    if node.op == "call_module":  # recurrent, or a fake quantizer
+    if node.op == "call_module":  # recurrent, a fake quantizer, or a layer alone
         module = model.get_submodule(str(node.target))
         if is_fake(module):
             return _of_fake(node, module), module
-        return _opaque(f"{type(module).__name__} has no int8 form"), module
+        if isinstance(module, MATMUL):
+            sources = [node.all_input_nodes[0]]
+            long = why_sums(module)
+            return Recognized(Role.MATMUL, module, sources, reason=long, is_matmul=True), module
+        return _opaque(reasons.NO_FORM.format(what=type(module).__name__)), module
     owner = model.get_submodule(node.meta["owner"]) if node.meta["owner"] else None
     value = node.meta["value"]
     if node.meta["static"] and value.shape is None and not value.is_sequence:
         return Recognized(Role.SHAPE, None, []), owner  # a number made of sizes
     row = row_of(node)
     if row is None:
-        return _opaque(f"{function_name(node)} has no int8 form"), owner
+        return _opaque(reasons.NO_FORM.format(what=function_name(node))), owner
     known = row.make(arguments_of(node))
     if not isinstance(known, str) and not all(isinstance(src, fx.Node) for src in known.srcs):
-        known = "its source is a constant"
+        known = reasons.CONSTANT_SOURCE
     known = _opaque(known) if isinstance(known, str) else known
     is_matmul = Role.MATMUL in (row.role, known.role) or row.is_matmul
     return replace(known, is_matmul=is_matmul), owner
@@ -128,24 +131,24 @@ def _why_float(op: Op) -> str:
     if op.role in (Role.SHAPE, Role.PASS):
         return ""
     if op.requested:
-        return "kept float by an override"
+        return reasons.OVERRIDE
     if op.reason:
         return op.reason
     value = op.node.meta["value"]
     if op.role is not Role.MOVE and value.shape is None:
-        return "it returns no tensor"
+        return reasons.NO_TENSOR
     for src in op.srcs:
         if src.meta["positional"]:
-            return POSITIONS
+            return reasons.POSITIONS
         if why := why_dtypes({src.meta["value"].dtype}):
             return why
     if why := why_long(op):
         return why
     dims = _spatial_dims(op.module)
     if dims is not None and op.srcs and len(op.srcs[0].meta["value"].shape or ()) != dims + 2:
-        return f"its source {list(op.srcs[0].meta['value'].shape)} has no batch dimension"
+        return reasons.NO_BATCH.format(shape=list(op.srcs[0].meta["value"].shape))
     if not is_float(op.node):
-        return f"its result is {value.dtype}, not torch.float32 or torch.bfloat16"
+        return reasons.RESULT_DTYPE.format(dtype=value.dtype)
     return ""
 
 

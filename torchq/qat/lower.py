@@ -16,7 +16,6 @@ from torchq.capture.module_kinds import RECURRENT
 from torchq.convert.sources import name_sources
 from torchq.convert.swap.checks import check_mode
 from torchq.convert.swap.leaves import equivalent_layer
-from torchq.convert.swap.planning import NO_LEAF
 from torchq.convert.swap.weights import plain_layer
 from torchq.models.inputs import Inputs
 from torchq.nn.fake_quantize import FakeQuantize
@@ -28,6 +27,7 @@ from torchq.qat.hooks import DST, SRC, without_quantizers
 from torchq.qat.known_scales import put, with_known_scales
 from torchq.qat.quantizer import ActivationQuantizer, WeightQuantizer
 from torchq.quantization.config import Overrides, QConfig, resolve
+from torchq.report import reasons
 from torchq.report.rows import Row, Weight, check_strict
 
 KEY = "torchq_qat"
@@ -187,5 +187,5 @@ def _row(row: Row, leaves: dict[str, nn.Module], bare: dict[str, str]) -> Row:
     name = row.name.rpartition(".")[0]
     if row.name not in bare and name in bare:
         return replace(row, name=name, kind=bare[name])
-    without_graph = row.name in leaves and row.reason == NO_LEAF
+    without_graph = row.name in leaves and row.reason == reasons.NO_LEAF
     return replace(row, quantized=True, reason="") if without_graph else row

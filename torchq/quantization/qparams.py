@@ -83,6 +83,8 @@ class QParams:
             )
 
     def _check_values(self) -> None:
+        if self.scale.is_meta:
+            return
         valid = torch.isfinite(self.scale) & (self.scale > 0)
         if not bool(valid.all()):
             bad = self.scale[~valid].flatten()[0].item()

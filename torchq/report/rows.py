@@ -5,18 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-
-from torch import nn
-
-from torchq.quantization.config import Overrides, unmatched_patterns
-
-NOT_CALLED = "not called with example_inputs"
-"""The reason of what did not run when the model was prepared."""
-
-DYNAMIC = "dynamic: "
-READ = "its parameters are used outside of it, and it is not called"
-"""The reason of a layer whose parameters the model's own code reads."""
 
 
 @dataclass(frozen=True)
@@ -98,35 +86,3 @@ def check_strict(rows: list[Row], weights: Sequence[Weight]) -> None:
             "in overrides: None keeps them float, and torchq.QConfig() makes layers int8 that read "
             "rows too small for one scale."
         )
-
-
-def check_patterns(
-    model: nn.Module, rows: list[Row], weights: Sequence[Weight], overrides: Overrides | None
-) -> None:
-    """Raise ValueError for an override that matches no module, row, weight or ``.dst`` of one."""
-    names = [name for name, _ in model.named_modules()]
-    names += [*(row.name for row in rows), *(weight.name for weight in weights)]
-    if unmatched := unmatched_patterns(overrides, [*names, *(f"{name}.dst" for name in names)]):
-        told = ", ".join(map(repr, unmatched[:3])) + (", ..." if len(unmatched) > 3 else "")
-        raise ValueError(
-            f"torchq.prepare: overrides must match names of modules or functions, but {told} "
-            f"match{'es' * (len(unmatched) == 1)} none. {_nearest_names(model, rows, unmatched)} "
-            "torchq.explain(torchq.prepare(model, example_inputs)) lists all."
-        )
-
-
-def _nearest_names(model: nn.Module, rows: list[Row], patterns: list[str]) -> str:
-    """Return a sentence with the names that are most like patterns, or with the outermost ones."""
-    modules = [name for name, _ in model.named_modules() if name]
-    known = [*modules, *(row.name for row in rows if row.quantized and row.name not in modules)]
-    near = []
-    for pattern in patterns[:3]:
-        text, end = (pattern[:-4], ".dst") if pattern.endswith(".dst") else (pattern, "")
-        near += [name + end for name in get_close_matches(text, known, 2, 0.55)]
-    if near:
-        return f"Did you mean {' or '.join(map(repr, dict.fromkeys(near)))}?"
-    outer = list(dict.fromkeys(name.partition(".")[0] for name in known if name))
-    if not outer:
-        return "The model is one module, which only '' and '*' match."
-    more = f" and {len(outer) - 5} more" if len(outer) > 5 else ""
-    return f"Names begin with {', '.join(map(repr, outer[:5]))}{more}."

@@ -8,7 +8,13 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
-from torchq.functional.placeholders import OF_A_NAME, count_modules, replaced_placeholders
+from torchq.attributes.json_text import values_in
+from torchq.functional.placeholders import (
+    OF_A_NAME,
+    count_modules,
+    count_values,
+    replaced_placeholders,
+)
 from torchq.nn.module import QModule, read_spec, text_bytes
 
 State = Mapping[str, Tensor]
@@ -47,6 +53,7 @@ def quantized_modules(state: dict[str, Tensor]) -> dict[str, nn.Module]:
         module, is_known = made.get(id(spec)), id(spec) in made
         if module is None:
             text = text_bytes(spec)
+            count_values(values_in(text))
             if text in empty:
                 count_modules(OF_A_NAME * sum(len(m._modules) for m in empty[text].modules()))
             else:

@@ -21,7 +21,7 @@ from torchq.planning.layers import Layer
 from torchq.planning.passes import decided
 from torchq.planning.plan import Plan
 from torchq.quantization.recipes.rows import RowPowers
-from torchq.report.rows import DYNAMIC
+from torchq.report import reasons
 
 
 class RowRule:
@@ -63,13 +63,13 @@ def coarse(seen: Seen) -> dict[fx.Node, str]:
             continue
         if why := rows.why_coarse(seen.qparams(layer.srcs[0])):
             dynamic = isinstance(layer.op.module, nn.Linear) and not layer.op.absorbed
-            found[layer] = f"{DYNAMIC if dynamic else ''}{why}"
+            found[layer] = f"{reasons.DYNAMIC if dynamic else ''}{why}"
     equalized = between_layers(seen) if found else {}  # whose channels have scales of their own
     return {v.op.node: w for v, w in found.items() if plan.root(v.srcs[0]) not in equalized}
 
 
-def without_coarse(plan: Plan, reasons: Mapping[fx.Node, str]) -> Plan:
+def without_coarse(plan: Plan, found: Mapping[fx.Node, str]) -> Plan:
     """Return the plan in which these layers are not static, and nothing else is coarse."""
-    if not reasons:
+    if not found:
         return replace(plan, coarse={})
-    return decided(plan.captured, plan.default, plan.overrides, reasons)
+    return decided(plan.captured, plan.default, plan.overrides, found)

@@ -52,7 +52,7 @@ class Comparison:
         model = twin(model)
         for module in model.modules():
             if isinstance(module, ObservedLeaf):
-                module.observer = module.rows = None  # they have opinions on the values
+                module.be_dynamic()  # observers have opinions on the values
         return results_of(model, *self._inputs)
 
 

@@ -17,7 +17,7 @@ from torchq.convert.ranks import calibrate_ranks
 from torchq.convert.swap.calls import record
 from torchq.convert.swap.checks import check_finite, check_mode, check_prepared
 from torchq.convert.swap.compare import Comparison, fitting
-from torchq.convert.swap.planning import Plan, report_rows
+from torchq.convert.swap.planning import Leaves, report_rows
 from torchq.convert.swap.weights import (
     leave_fast_paths,
     settled,
@@ -76,14 +76,14 @@ def prepare_settled(
             of_split = record(split, args, kwargs)
             if comparison.is_like(of_split.results):
                 model, recording = split, of_split
-    plan = Plan(model, recording, config, overrides)
+    plan = Leaves(model, recording, config, overrides)
     prepared = _assembled(model, plan, comparison)
     vars(prepared)["torchq_report"] = with_names(report_rows(model, plan), first)
     vars(prepared)["torchq_weights"] = weights
     return prepared
 
 
-def _assembled(model: nn.Module, plan: Plan, comparison: Comparison) -> nn.Module:
+def _assembled(model: nn.Module, plan: Leaves, comparison: Comparison) -> nn.Module:
     """Return the prepared model; leaves that its code would notice stay float."""
     shared = {id(p): p for p in model.parameters()}
 

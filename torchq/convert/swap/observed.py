@@ -3,47 +3,75 @@
 
 from __future__ import annotations
 
+from glob import escape
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchq.attributes.post_ops import PostOps
+from torchq.capture.one_layer import one_layer
+from torchq.convert.recipes import settle, watches
+from torchq.convert.settled import Seen, Settled
+from torchq.convert.watching import Watch
 from torchq.nn.from_float import matmul_from_float, naming
 from torchq.nn.leaf import Leaf, QuantizedLeaf, constants_of, without_padding
 from torchq.nn.module import QModule
 from torchq.nn.packed_weights import PackedWeights
+from torchq.planning.passes import decided
+from torchq.planning.plan import Plan
 from torchq.quantization.config import QConfig
+from torchq.quantization.observers import Observer
 from torchq.quantization.qparams import QParams
-from torchq.quantization.recipes.rows import RowPowers
 from torchq.quantization.recipes.sample import SourceSample
 
 
 class ObservedLeaf(Leaf):
     """Computes the float layer's values, in the memory format of the quantized one.
 
+    It records what the recipes want of the layer's source; None stands for what they do not want.
+
     Attributes:
         module: the float layer.
         observer: of its source; None where its rows are quantized one by one.
-        sample: of its source, for the recipe of a linear layer; None where there is none.
-        rows: of its source, for the row rule; None where that does not apply.
+        sample: of its source, for the recipe of a linear layer.
+        rows: of its source, for the row rule.
+        channels: ranges of its source's channels.
         config: how to quantize source and weight.
         name: qualified, of the float module.
+        chosen: whether an override gives the configuration.
         contiguous: make the result contiguous, for code that calls ``view``.
     """
 
+    observer: Observer | None
+    sample: SourceSample | None
+    rows: Observer | None
+    channels: Observer | None
+
     def __init__(
-        self, module: nn.Module, config: QConfig, name: str = "", contiguous: bool = False
+        self,
+        module: nn.Module,
+        config: QConfig,
+        name: str = "",
+        chosen: bool = False,
+        contiguous: bool = False,
     ) -> None:
         """Start without data."""
         super().__init__()
-        self.module, self.config, self.name, self.contiguous = module, config, name, contiguous
-        self.observer = None if self.by_rows else config.make_observer(name)
-        self.rows = None if self.by_rows else RowPowers.of(module)
-        self.sample = None
-        if isinstance(module, nn.Linear) and config.samples_rows and module.weight.numel():
-            self.sample = SourceSample(module.in_features, name)
+        self.module, self.config, self.name = module, config, name
+        self.chosen, self.contiguous = chosen, contiguous
+        self.observer = self.sample = self.rows = self.channels = None
+        for watch in watches(self._plan()):
+            setattr(self, watch.kind, watch.make())
         self._fix(constants_of(module))
+
+    def _plan(self) -> Plan:
+        """Return what is decided of the layer alone."""
+        weight = self.module.get_parameter("weight")
+        rank = weight.dim()  # of a batch, too: a linear layer's source has at least two dims
+        captured = one_layer(self.module, self.name, (1,) * rank, weight.dtype)
+        overrides = {escape(self.name): self.config} if self.chosen else None
+        return decided(captured, self.config, overrides)
 
     @property
     def by_rows(self) -> bool:
@@ -52,7 +80,7 @@ class ObservedLeaf(Leaf):
 
     def be_dynamic(self) -> None:
         """Record no range: its source is quantized row by row, as in the graphs that call it."""
-        self.observer = self.rows = None
+        self.observer = self.rows = self.channels = None
 
     def _weight_shape(self) -> torch.Size:
         return self._weight_values().shape
@@ -70,7 +98,7 @@ class ObservedLeaf(Leaf):
 
     def forward(self, input: Tensor, *output_size: Any, **named: Any) -> Tensor:
         """Record the source; the arguments have the names that ``torch.nn`` gives them."""
-        for recorder in (self.observer, self.sample, self.rows):
+        for recorder in (self.observer, self.sample, self.rows, self.channels):
             if recorder is not None:
                 recorder(input)
         dst: Tensor = self.module(input, *output_size, **named)
@@ -83,51 +111,46 @@ class ObservedLeaf(Leaf):
         """Return whether its own calls have recorded all that its conversion needs."""
         return all(one is None or one.calibrated for one in (self.observer, self.sample))
 
-    def qparams(self) -> QParams:
-        """Return parameters of the source, as observed.
+    def settled(self) -> Settled:
+        """Return what the recipes make of what its own calls have recorded.
 
         Raises:
             RuntimeError: it was never calibrated; the message names it.
         """
-        assert self.observer is not None
-        config = self.config
-        return self.observer.qparams(
-            config.activation_dtype, config.activation_bits, config.symmetric
-        )
+        return settle(Seen(self._recorder, self._plan()))
 
-    def why_coarse(self) -> str:
-        """Return why one scale does not suit its source, by its own calls; "" where it does."""
-        known = self.rows is not None and self.observer is not None and self.observer.calibrated
-        return self.rows.why_coarse(self.qparams()) if known and self.rows else ""
+    def _recorder(self, watch: Watch) -> Observer | None:
+        found: Observer | None = getattr(self, watch.kind)
+        return found
 
     def coarse(self, weights: PackedWeights) -> nn.Module:
-        """Return what it becomes then: dynamic, or the float layer."""
+        """Return what it becomes where one scale does not suit it: dynamic, or the float layer."""
         if not isinstance(self.module, nn.Linear):
             return self.module
-        with naming(self.name):
-            return QuantizedLeaf.of(self.module, self._layer(None, None, weights))
+        return self.convert(weights)
 
     def convert(
         self,
         weights: PackedWeights | None = None,
         src: QParams | None = None,
         factors: Tensor | None = None,
+        note: str = "",
     ) -> QuantizedLeaf:
         """Return the quantized leaf.
 
         Args:
             weights: of the conversion; None for one of this leaf alone.
-            src: parameters of the source; None takes the observer's.
+            src: parameters of the source; None makes it dynamic.
             factors: what the channels of the source are divided by first; None for nothing.
+            note: what the report says of it.
 
         Raises:
-            RuntimeError: it was never calibrated; the message names it.
             ValueError: its weight cannot be quantized; the message names it.
         """
-        if src is None and self.observer is not None:
-            src = self.qparams()
         with naming(self.name):
             layer = self._layer(src, factors, weights or PackedWeights())
+            if note:
+                layer.with_recipe(note)  # type: ignore[operator]
             return QuantizedLeaf.of(self.module, layer, factors)
 
     def _layer(

@@ -3,40 +3,32 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 from torch import nn
 
-from torchq.capture.module_kinds import (
-    MATMUL,
-    MAX_REDUCTION,
-    NO_DYNAMIC_FORM,
-    RECURRENT,
-    TOO_LONG,
-    why_dtypes,
-    why_float,
-)
+from torchq.capture.module_kinds import MATMUL, RECURRENT, why_float
+from torchq.capture.one_layer import one_layer
+from torchq.capture.ops import Role
 from torchq.convert.self_contained import observed
 from torchq.convert.swap.calls import Recording
 from torchq.convert.swap.observed import ObservedLeaf
-from torchq.nn.batch_norm import reduction
 from torchq.nn.float_modules import is_experts
 from torchq.nn.leaf import take_hooks, without_hooks
+from torchq.planning.passes import decided
+from torchq.planning.plan import Plan
 from torchq.quantization.config import Overrides, QConfig, resolve
 from torchq.quantization.recipes.phases import why_coarse
-from torchq.quantization.recipes.rows import RowPowers
-from torchq.report.rows import NOT_CALLED, READ, Row
+from torchq.report import reasons
+from torchq.report.rows import Row
 
-NO_LEAF = "only leaf modules of torch.nn and torchq.nn have an int8 form"
-OTHER_CODE = "the model's code does something else with another kind of layer"
 _SCRIPTED = {cls.__name__ for cls in (*MATMUL, nn.LSTM, nn.GRU, nn.RNN)}
 
 
-class Plan:
-    """Decisions for one recorded model.
+class Leaves:
+    """Decisions for the leaves of one recorded model, each of which is planned alone.
 
     Attributes:
         recording: the run of the float model.
@@ -71,7 +63,7 @@ class Plan:
 
     def leave_float(self, names: Iterable[str]) -> None:
         """Keep leaves float for whose sake the model's code would do something else."""
-        self.reasons.update(dict.fromkeys(names, OTHER_CODE))
+        self.reasons.update(dict.fromkeys(names, reasons.OTHER_CODE))
 
     def replacements(self, names: Iterable[str], contiguous: bool) -> dict[str, nn.Module]:
         """Return the observed leaves by name; ``contiguous`` is for convolutions."""
@@ -82,40 +74,43 @@ class Plan:
             leaf = (
                 observed(layer, config, name)
                 if isinstance(layer, RECURRENT) or is_experts(layer)
-                else ObservedLeaf(layer, config, name, contiguous)
+                else ObservedLeaf(layer, config, name, self._is_chosen(name), contiguous)
             )
-            rows = getattr(leaf, "rows", None)
-            if isinstance(rows, RowPowers) and resolve(self._overrides, name, None) is not None:
-                rows.least = -math.inf  # an override says how
             result[name] = take_hooks(leaf, self._model.get_submodule(name))
         return result
+
+    def _is_chosen(self, name: str) -> bool:
+        """Return whether an override gives a module its configuration."""
+        return resolve(self._overrides, name, None) is not None
 
     def _why_float(self, name: str) -> str:
         config, layer = self.config(name), self.recording.leaves[name]
         calls = self.recording.calls[name]
         dtypes = {dtype for call in calls for dtype in call.dtypes}
         if config is None:
-            return "kept float by an override"
+            return reasons.OVERRIDE
         if is_experts(layer):
             return ""
         if isinstance(layer, RECURRENT):
             return why_float(layer, config, dtypes - {torch.int64})  # of packed sequences
-        assert isinstance(layer, MATMUL)
-        if config.dynamic and not isinstance(layer, nn.Linear):
-            return NO_DYNAMIC_FORM
-        if reduction(layer) > MAX_REDUCTION:
-            return TOO_LONG
         if any(call.more for call in calls):
-            return "called with other arguments than its source"
-        if why := why_coarse(self.recording.phases.get(name)) or why_dtypes(dtypes):
+            return reasons.OTHER_ARGUMENTS
+        if why := why_coarse(self.recording.phases.get(name)):
             return why
-        for call in () if isinstance(layer, nn.Linear) else calls:
-            if len(call.shape) != layer.weight.dim():
-                return f"its source {list(call.shape)} has no batch dimension"
+        for shape, dtype in {(call.shape, dtype) for call in calls for dtype in call.dtypes}:
+            captured = one_layer(layer, name, shape, dtype)
+            if why := _why_float(decided(captured, self._config, self._overrides)):
+                return why
         return ""
 
 
-def report_rows(model: nn.Module, plan: Plan) -> list[Row]:
+def _why_float(plan: Plan) -> str:
+    """Return why the layer of a plan stays float, or ""."""
+    reasons = [op.reason for op in plan.ops.values() if op.role is Role.OPAQUE]
+    return next(filter(None, [*reasons, *(layer.reason for layer in plan.layers)]), "")
+
+
+def report_rows(model: nn.Module, plan: Leaves) -> list[Row]:
     """Return one row per module without children, or with parameters of its own."""
     return [
         _row(name, module, plan)
@@ -124,7 +119,7 @@ def report_rows(model: nn.Module, plan: Plan) -> list[Row]:
     ]
 
 
-def _row(name: str, module: nn.Module, plan: Plan) -> Row:
+def _row(name: str, module: nn.Module, plan: Leaves) -> Row:
     known = plan.reasons.get(name)
     reason = _without_layer(name, module, plan) if known is None else known
     calls = len(plan.recording.calls.get(name, ()))
@@ -139,15 +134,15 @@ def _row(name: str, module: nn.Module, plan: Plan) -> Row:
     return replace(row, weights=weights)
 
 
-def _without_layer(name: str, module: nn.Module, plan: Plan) -> str:
+def _without_layer(name: str, module: nn.Module, plan: Leaves) -> str:
     if isinstance(module, torch.jit.ScriptModule):
-        return "TorchScript compiled it: quantize first, then script the result"
+        return reasons.SCRIPTED
     if name not in plan.recording.leaves:
         if isinstance(module, RECURRENT):
-            return "it is a recurrent module with code of its own"
-        return NO_LEAF
+            return reasons.OWN_RECURRENT
+        return reasons.NO_LEAF
     if plan.recording.calls[name]:
-        return "the model's own code calls it, which gets and gives float32"
+        return reasons.OWN_CALL
     if name in plan.recording.read:
-        return READ
-    return NOT_CALLED
+        return reasons.READ
+    return reasons.NOT_CALLED

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from torchq.report import reasons
+
 ANGLES = {
     **{"sin": (0, 1.0), "cos": (0, 1.0), "tan": (0, 2.0), "polar": (1, 1.0), "exp": (0, 1.0)},
     **{"sinc": (0, math.pi), "frac": (0, math.tau)},
@@ -45,4 +47,4 @@ def why_coarse(largest: float | None) -> str:
     """Return why a layer in front of such phases stays float; "" where it need not."""
     if largest is None or largest <= _LARGEST:
         return ""
-    return f"8 bits of what it reads are too coarse for phases of up to {largest:.3g} behind"
+    return reasons.PHASES.format(largest=largest)

@@ -23,6 +23,7 @@ from typing_extensions import Self
 
 from torchq.quantization.observers.base import Observer
 from torchq.quantization.qparams import QParams
+from torchq.report import reasons
 
 # In dB. Convolutions of trained networks that lose nothing have 29 and more; silero-vad's that
 # change its decisions have 25 and 23, resemblyzer's LSTM 8. MiniLM's linear layers have 19 and
@@ -82,7 +83,7 @@ class RowPowers(Observer):
         if found is None or found >= self.least:
             return ""
         at_most = found + 0.4  # the upper end of the bin
-        return f"with one scale, half of its source's rows have less than {at_most:.0f} dB"
+        return reasons.ROWS.format(decibels=at_most)
 
     def decibels(self, src: QParams) -> float | None:
         """Return the median with 8 bits for the range of ``src``; None without data."""
