@@ -139,8 +139,9 @@ class BuildTorchq(build_ext):
         kernels = [ninja.add(*kernel) for kernel in kernel_objects()]
         flags = [*self.compiler.compiler_so[1:], *torch_flags()]
         ninja.add(PRECOMPILED, TORCH_HEADERS, [*flags, "-x", "c++-header"])
-        # The folder of PRECOMPILED first: the compiler takes what it finds first.
-        flags += [f"-I{PRECOMPILED.parent}", "-include", Path(TORCH_HEADERS).name]
+        # The folder of PRECOMPILED in front of csrc/: the compiler takes what it finds first.
+        first = [f"-I{PRECOMPILED.parent}", "-include", Path(TORCH_HEADERS).name]
+        flags = [*self.compiler.compiler_so[1:], *first, *torch_flags()]
         linked = []
         for ext in self.extensions:
             folder = BUILD / ext.name.rpartition(".")[2]
