@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import torchq
 from torchq import eager
-from torchq.convert.swap import compare, planning
+from torchq.convert.swap import compare
+from torchq.report import reasons
 
 
 class Asks(nn.Module):
@@ -203,7 +204,7 @@ def test_only_the_culprit_stays_float(code) -> None:
     torch.manual_seed(0)
     model, x = Asks(code, a=linear(), b=linear()).eval(), torch.randn(4, 8)
     rows = {row.name: row for row in torchq.explain(converted(model, x)).rows}
-    assert rows["b"].quantized and rows["a"].reason == planning.OTHER_CODE
+    assert rows["b"].quantized and rows["a"].reason == reasons.OTHER_CODE
 
 
 def test_culprits_in_blocks_are_found_with_few_runs(monkeypatch) -> None:
@@ -219,7 +220,7 @@ def test_culprits_in_blocks_are_found_with_few_runs(monkeypatch) -> None:
 
     monkeypatch.setattr(compare.Comparison, "agrees", counted)
     result = eager.quantize(model, [x], x)
-    names = {r.name for r in torchq.explain(result).rows if r.reason == planning.OTHER_CODE}
+    names = {r.name for r in torchq.explain(result).rows if r.reason == reasons.OTHER_CODE}
     assert names == {f"{i}.b" for i in range(8)} and len(runs) < 8
     with pytest.raises(RuntimeError, match=r"strict=True, but 8 .*0\.b: the model's code does"):
         eager.quantize(model, [x], x, strict=True)

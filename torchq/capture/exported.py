@@ -23,7 +23,6 @@ from traceback import FrameSummary
 from typing import Any
 
 import torch
-from sympy import preorder_traversal
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, ExportedProgram
@@ -309,9 +308,15 @@ def _refuse_long_sizes(module: nn.Module, args: tuple[object, ...]) -> None:
     for tensor in args:
         for size in tensor.shape if isinstance(tensor, Tensor) else ():
             if isinstance(size, torch.SymInt):
-                parts = itertools.islice(preorder_traversal(size.node.expr), _LONG)
-                if sum(1 for _ in parts) == _LONG:
+                if len([*itertools.islice(_parts(size.node.expr), _LONG)]) == _LONG:
                     raise _LongSizesError
+
+
+def _parts(expression: Any) -> Iterator[object]:
+    """Yield an expression of sympy, and all that it is made of."""
+    yield expression
+    for part in expression.args:
+        yield from _parts(part)
 
 
 @contextlib.contextmanager

@@ -39,9 +39,9 @@ def converted_leaf(
     """
     if leaf.observer is None:
         return leaf.convert(weights) if leaf.calibrated or must_convert else leaf.module
-    if must_convert and own is None and not calls:
-        own = leaf.settled()  # raises
     sources = [*calls, *([] if own is None else [own.source(own.plan.layers[0])])]
+    if not sources and must_convert:
+        leaf.observer.qparams()  # raises
     if not sources:
         return leaf.module
     first, *others = sources

@@ -31,6 +31,7 @@ from torchq.convert.sources import CHECKS, name_sources
 from torchq.convert.swap.checks import check_model, check_prepared
 from torchq.convert.swap.flow import plain_copy, prepare_settled
 from torchq.convert.swap.observed import ObservedLeaf
+from torchq.convert.swap.planning import plan_of
 from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.tables import share_rows, with_rows, with_tables
 from torchq.convert.unseen import keep_options, warn_of_floats
@@ -105,6 +106,9 @@ def _prepared(
     float_model = without_observers(plain_copy(model, shared))
     float_model, tables = with_tables(float_model, config, overrides)
     prepared = prepare_settled(float_model, args, kwargs, config, overrides, bool(shared))
+    for leaf in prepared.modules():
+        if isinstance(leaf, ObservedLeaf):
+            leaf.watch(watches(plan_of(leaf)))
     parts = find_parts(float_model, args, kwargs) if capture else Parts()
     graphs = {part: _graph(part, prepared, config, overrides) for part in parts.found}
     for part, graph in graphs.items():
@@ -202,7 +206,7 @@ def _converted(prepared: Model, strict: bool, every_leaf: bool, weights: PackedW
     found: list[Row] = prepared.torchq_report  # type: ignore[assignment]
     leaves = {n: leaf for n, leaf in prepared.named_modules() if isinstance(leaf, ObservedLeaf)}
     seen = {n: leaf for n, leaf in leaves.items() if leaf.observer is not None and leaf.calibrated}
-    alone = {name: leaf.settled() for name, leaf in seen.items()}
+    alone = {name: settle(Seen(leaf.recorder, plan_of(leaf))) for name, leaf in seen.items()}
     rows, coarse = with_coarse(found, prepared, settled, alone)
     if strict:
         check_strict(rows, prepared.torchq_weights)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Kind(enum.IntEnum):
-    """Where an argument of the op comes from. The order is that of site.cpp."""
+    """The origins that an argument of the op can have, in the order of site.cpp."""
 
     STATE = 0  # what the module holds
     NONE = 1

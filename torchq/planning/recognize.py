@@ -52,7 +52,7 @@ class _Names:
     def of(self, node: fx.Node) -> tuple[str, str]:
         """Return the name of a call, each only once, and the name that overrides match."""
         base = str(node.target) if node.op == "call_module" else node.meta["owner"]
-        if base:
+        if base or node.op == "call_module":
             count = self._calls[base]
             self._calls[base] += 1
             return (f"{base}_{count}" if count else base), base

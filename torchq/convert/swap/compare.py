@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from torch import Tensor, nn
 
 from torchq.convert.swap.calls import results_of
-from torchq.convert.swap.observed import ObservedLeaf
 from torchq.models.inputs import are_close
 from torchq.models.state import twin
 
@@ -50,9 +49,6 @@ class Comparison:
 
     def _result(self, model: nn.Module) -> list[Tensor]:
         model = twin(model)
-        for module in model.modules():
-            if isinstance(module, ObservedLeaf):
-                module.be_dynamic()  # observers have opinions on the values
         return results_of(model, *self._inputs)
 
 

@@ -3,23 +3,18 @@
 
 from __future__ import annotations
 
-from glob import escape
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchq.attributes.post_ops import PostOps
-from torchq.capture.one_layer import one_layer
-from torchq.convert.recipes import settle, watches
-from torchq.convert.settled import Seen, Settled
 from torchq.convert.watching import Watch
 from torchq.nn.from_float import matmul_from_float, naming
 from torchq.nn.leaf import Leaf, QuantizedLeaf, constants_of, without_padding
 from torchq.nn.module import QModule
 from torchq.nn.packed_weights import PackedWeights
-from torchq.planning.passes import decided
-from torchq.planning.plan import Plan
 from torchq.quantization.config import QConfig
 from torchq.quantization.observers import Observer
 from torchq.quantization.qparams import QParams
@@ -29,7 +24,8 @@ from torchq.quantization.recipes.sample import SourceSample
 class ObservedLeaf(Leaf):
     """Computes the float layer's values, in the memory format of the quantized one.
 
-    It records what the recipes want of the layer's source; None stands for what they do not want.
+    Once it watches, it records of the layer's source what the recipes want. None stands for what
+    they do not want.
 
     Attributes:
         module: the float layer.
@@ -61,17 +57,7 @@ class ObservedLeaf(Leaf):
         self.module, self.config, self.name = module, config, name
         self.chosen, self.contiguous = chosen, contiguous
         self.observer = self.sample = self.rows = self.channels = None
-        for watch in watches(self._plan()):
-            setattr(self, watch.kind, watch.make())
         self._fix(constants_of(module))
-
-    def _plan(self) -> Plan:
-        """Return what is decided of the layer alone."""
-        weight = self.module.get_parameter("weight")
-        rank = weight.dim()  # of a batch, too: a linear layer's source has at least two dims
-        captured = one_layer(self.module, self.name, (1,) * rank, weight.dtype)
-        overrides = {escape(self.name): self.config} if self.chosen else None
-        return decided(captured, self.config, overrides)
 
     @property
     def by_rows(self) -> bool:
@@ -111,15 +97,13 @@ class ObservedLeaf(Leaf):
         """Return whether its own calls have recorded all that its conversion needs."""
         return all(one is None or one.calibrated for one in (self.observer, self.sample))
 
-    def settled(self) -> Settled:
-        """Return what the recipes make of what its own calls have recorded.
+    def watch(self, watches: Iterable[Watch]) -> None:
+        """Record what the watches of its plan say."""
+        for watch in watches:
+            setattr(self, watch.kind, watch.make().eval())
 
-        Raises:
-            RuntimeError: it was never calibrated; the message names it.
-        """
-        return settle(Seen(self._recorder, self._plan()))
-
-    def _recorder(self, watch: Watch) -> Observer | None:
+    def recorder(self, watch: Watch) -> Observer | None:
+        """Return what records for a watch of its plan; None where nothing does."""
         found: Observer | None = getattr(self, watch.kind)
         return found
 

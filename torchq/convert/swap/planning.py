@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from glob import escape
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from torchq.convert.swap.calls import Recording
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.nn.float_modules import is_experts
 from torchq.nn.leaf import take_hooks, without_hooks
+from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
 from torchq.planning.passes import decided
 from torchq.planning.plan import Plan
 from torchq.quantization.config import Overrides, QConfig, resolve
@@ -76,6 +78,8 @@ class Leaves:
                 if isinstance(layer, RECURRENT) or is_experts(layer)
                 else ObservedLeaf(layer, config, name, self._is_chosen(name), contiguous)
             )
+            if self._is_chosen(name) and isinstance(leaf, ObservedRNN | ObservedRNNCell):
+                leaf.rows = None  # an override says how
             result[name] = take_hooks(leaf, self._model.get_submodule(name))
         return result
 
@@ -102,6 +106,14 @@ class Leaves:
             if why := _why_float(decided(captured, self._config, self._overrides)):
                 return why
         return ""
+
+
+def plan_of(leaf: ObservedLeaf) -> Plan:
+    """Return what is decided of an observed leaf alone."""
+    weight = leaf.module.get_parameter("weight")
+    captured = one_layer(leaf.module, leaf.name, (1,) * weight.dim(), weight.dtype)
+    overrides = {escape(leaf.name): leaf.config} if leaf.chosen else None
+    return decided(captured, leaf.config, overrides)
 
 
 def _why_float(plan: Plan) -> str:
