@@ -307,9 +307,9 @@ def _refuse_long_sizes(module: nn.Module, args: tuple[object, ...]) -> None:
     """
     for tensor in args:
         for size in tensor.shape if isinstance(tensor, Tensor) else ():
-            if isinstance(size, torch.SymInt):
-                if len([*itertools.islice(_parts(size.node.expr), _LONG)]) == _LONG:
-                    raise _LongSizesError
+            parts = _parts(size.node.expr) if isinstance(size, torch.SymInt) else ()
+            if len([*itertools.islice(parts, _LONG)]) == _LONG:
+                raise _LongSizesError
 
 
 def _parts(expression: Any) -> Iterator[object]:
