@@ -159,7 +159,7 @@ class QRecurrentLayer(QModule):
 
     def _add_bias(self, name: str, shape: list[int], value: Tensor | None) -> None:
         """Add a buffer of its own memory; None is a bias of zeros."""
-        device = self._buffers["weight_src"].device  # type: ignore[union-attr]
+        device = self.get_buffer("weight_src").device
         own = torch.zeros(shape, dtype=torch.float32, device=device)
         self.register_buffer(
             name, own if value is None else own.copy_(value.detach().reshape(shape))

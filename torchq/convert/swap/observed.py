@@ -132,9 +132,9 @@ class ObservedLeaf(Leaf):
             ValueError: its weight cannot be quantized; the message names it.
         """
         with naming(self.name):
-            layer = self._layer(src, factors, weights or PackedWeights())
+            layer: Any = self._layer(src, factors, weights or PackedWeights())
             if note:
-                layer.with_recipe(note)  # type: ignore[operator]
+                layer.with_recipe(note)
             return QuantizedLeaf.of(self.module, layer, factors)
 
     def _layer(
