@@ -166,7 +166,7 @@ $(VENV)/.torch: $(VENV)/pyvenv.cfg
 
 $(LIBRARY): setup.py pyproject.toml $(SOURCES) $(VENV)/.torch
 	$(check_compiler)
-	@echo 'Building torchq: three to eight minutes on two cores the first time.'
+	@echo 'Building torchq: four to eight minutes on two cores the first time.'
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	$(PIP) install --quiet --no-build-isolation -e '.[test]'
 	@touch $@

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why something stays float, and what else a row of a report says: every such sentence.
 
-Those with braces are completed by ``format``.
+Those with braces are completed by ``format``. A new sentence is a constant here, which the code
+that decides reads as ``reasons.NAME``.
 """
 
 # The caller, and the model's own code
@@ -15,7 +16,6 @@ NO_LEAF = "only leaf modules of torch.nn and torchq.nn have an int8 form"
 OWN_RECURRENT = "it is a recurrent module with code of its own, which has no int8 form"
 SCRIPTED = "TorchScript compiled it: quantize first, then script the result"
 ONCE = "nothing that it reads depends on the inputs: it is computed once"
-
 OWN_CODE = "its code is its own"
 LEFT_OUT = "qconfig_spec leaves it out"
 SAME_WEIGHT = "another module has the same weight"
