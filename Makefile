@@ -8,6 +8,7 @@ TORCH ?= torch==2.13.0
 # out of reach, pip warns and goes on with the index it is configured for.
 TORCH_INDEX ?=
 
+MACHINE := $(shell uname -m)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -27,7 +28,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-slow test-all test-emulated test-sanitized test-neon test-report conformance zoo docs \
-  wheel wheel-test lint format bench build clean distclean
+  wheel wheel-test wheel-aarch64 wheel-test-aarch64 lint format bench build clean distclean
 
 help:  ## This list
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -102,16 +103,34 @@ docs: $(VENV)/.docs  ## The site, in docs/_build/html; a warning is an error
 
 build: $(LIBRARY)  ## Only the environment and the extension
 
-# torch's own libraries are the user's, and libgomp the one that torch brings.
+# For a machine, with variables of its build. auditwheel names the oldest glibc that serves, which
+# has to be that of torch or older. torch's own libraries are the user's, and libgomp the one that
+# torch brings.
+define build_wheel
+rm -rf build/lib.* build/bdist.* build/wheel dist/*_$(1).whl
+TORCHQ_WHEEL=1 $(2) $(BIN)/python -m build --no-isolation --wheel --outdir build/wheel
+PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --only-plat --wheel-dir build/wheel/repaired \
+  --exclude 'libtorch*.so' --exclude libc10.so --exclude libgomp.so.1 build/wheel/*.whl
+$(BIN)/python -m wheel tags --platform-tag manylinux_2_28_$(1) build/wheel/repaired/*-manylinux_2_2[0-8]_$(1).whl
+mkdir -p dist && mv build/wheel/repaired/*-manylinux_2_28_$(1).whl dist
+endef
+
 wheel: $(VENV)/.wheel  ## dist/: a wheel for Python 3.10 to 3.13, and an sdist
-	rm -rf build/lib.* build/bdist.* build/wheel dist
-	TORCHQ_WHEEL=1 $(BIN)/python -m build --no-isolation --sdist --wheel --outdir build/wheel
-	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --plat manylinux_2_28_x86_64 --only-plat --wheel-dir dist \
-	  --exclude 'libtorch*.so' --exclude libc10.so --exclude libgomp.so.1 build/wheel/*.whl
-	mv build/wheel/*.tar.gz dist
+	$(call build_wheel,$(MACHINE))
+	rm -f dist/*.tar.gz
+	$(BIN)/python -m build --no-isolation --sdist --outdir dist
 
 wheel-test: $(LIBRARY)  ## The wheel in dist/ beside every torch and Python it supports; downloads gigabytes
-	$(BIN)/python tests/wheel/run.py dist/*.whl $(ARGS)
+	$(BIN)/python tests/wheel/run.py dist/*_$(MACHINE).whl $(ARGS)
+
+# _PYTHON_HOST_PLATFORM is Python's own variable: the platform in the names of extensions and wheel.
+wheel-aarch64: $(VENV)/.wheel  ## dist/: the wheel for AArch64, built here (Debian: apt install g++-aarch64-linux-gnu qemu-user)
+	$(BIN)/python tests/wheel/aarch64.py root
+	$(call build_wheel,aarch64,TORCHQ_MACHINE=aarch64 CXX=aarch64-linux-gnu-g++ \
+	  TORCHQ_TORCH=$(CURDIR)/build/aarch64/root/usr/lib/python3/dist-packages/torch _PYTHON_HOST_PLATFORM=linux-aarch64)
+
+wheel-test-aarch64: $(LIBRARY)  ## That wheel in an emulator: the same bits as here; takes half an hour
+	$(BIN)/python tests/wheel/aarch64.py test dist/*_aarch64.whl
 
 lint: $(VENV)/.lint  ## ruff, mypy and clang-format, with the versions pinned in pyproject.toml
 	$(BIN)/ruff check .

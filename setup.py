@@ -17,7 +17,6 @@ from setuptools.command.build_ext import build_ext
 
 try:
     import torch
-    from torch.utils.cpp_extension import include_paths, library_paths
 except ImportError:
     sys.exit(
         "torchq: building needs torch in this environment: run `pip install torch==2.13.0` "
@@ -25,8 +24,14 @@ except ImportError:
     )
 
 ROOT = Path(__file__).resolve().parent
+# TORCHQ_MACHINE=aarch64: for another machine than this, with CXX as the compiler for it and
+# TORCHQ_TORCH as the folder of its torch, unpacked.
+MACHINE = os.environ.get("TORCHQ_MACHINE") or os.uname().machine
+TORCH = Path(os.environ.get("TORCHQ_TORCH") or Path(torch.__file__).parent)
 # Objects stay here, also for editable installs, so that a second build is quick.
 BUILD = ROOT / "build" / f"torch-{torch.__version__}"
+if os.uname().machine != MACHINE:
+    BUILD = BUILD.with_name(f"{BUILD.name}-{MACHINE}")
 # GCC 12 reports its own _mm512_undefined_* and torch's SmallVector as uninitialized.
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 COMMON = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
@@ -38,7 +43,7 @@ INCLUDE = f"-I{ROOT / 'csrc'}"
 # Tiers of this machine -> their flags. Each family of kernels has an object for each tier, with the
 # trait in csrc/isa/<tier>.h. None of them sees a torch header.
 TIERS: dict[str, list[str]] = {}
-if os.uname().machine == "x86_64":
+if MACHINE == "x86_64":
     TIERS = {
         "amx": [*AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-int8"],
         "avx512_vnni": [*AVX512, "-mavx512vnni"],
@@ -46,7 +51,7 @@ if os.uname().machine == "x86_64":
         "avx2": ["-mavx2", "-mfma"],
         "avx2_vnni": ["-mavx2", "-mfma", "-mavxvnni"],
     }
-elif os.uname().machine == "aarch64":
+elif MACHINE == "aarch64":
     # GCC 12 else moves loads in front of a tile's products: up to 25 stack accesses in a K loop.
     NEON = ["-fno-schedule-insns"]
     TIERS = {"neon": NEON, "neon_i8mm": [*NEON, "-march=armv8.2-a+i8mm"]}
@@ -82,7 +87,10 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13") if os.environ.get("TORCHQ_WHEEL") els
 
 
 def include_folder(version: str) -> str | None:
-    """Return the headers of a Python on PATH or of pyenv, None without them."""
+    """Return the headers of a Python on PATH or of pyenv, None without them.
+
+    They serve AArch64, too: it has the same sizes of types.
+    """
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
     found = [shutil.which(f"python{version}"), *pyenv.glob(f"{version}.*/bin/python{version}")]
     show = "import sysconfig; print(sysconfig.get_path('include'))"
@@ -115,7 +123,7 @@ class BuildTorchq(build_ext):
         if ext_name.endswith("libtorchq"):
             return str(Path(*ext_name.split(".")).with_suffix(".so"))
         name, _, version = ext_name.partition("@")
-        file = str(super().get_ext_filename(name))
+        file = str(super().get_ext_filename(name)).replace(os.uname().machine, MACHINE)
         running = f"cpython-{sys.version_info.major}{sys.version_info.minor}"
         return file.replace(running, f"cpython-{version}") if version else file
 
@@ -158,7 +166,7 @@ class BuildTorchq(build_ext):
         ninja.run()
         for ext in linked:
             self.build_extension(ext)
-        built_for = f"torch {torch.__version__}, {os.uname().machine}"
+        built_for = f"torch {torch.__version__}, {MACHINE}"
         library_file = Path(self.get_ext_fullpath("torchq.libtorchq"))
         library_file.with_name("built_for.txt").write_text(f"{built_for}\n")
 
@@ -210,7 +218,8 @@ def kernel_objects() -> list[tuple[Path, str, list[str]]]:
 
 def torch_flags() -> list[str]:
     """Return flags of objects that see torch. Debug information, which the linker drops, is off."""
-    system = [flag for path in include_paths() for flag in ("-isystem", path)]
+    folders = [TORCH / "include", TORCH / "include/torch/csrc/api/include"]
+    system = [flag for path in folders for flag in ("-isystem", str(path))]
     return [*COMMON, *WARNINGS, "-g0", "-fopenmp", INCLUDE, *system, *DEFINES]
 
 
@@ -220,7 +229,7 @@ def extension(name: str, folders: list[str], libraries: list[str], link: list[st
     return Extension(
         f"torchq.{name}",
         sources,
-        library_dirs=library_paths(),
+        library_dirs=[str(TORCH / "lib")],
         libraries=["c10", "torch", "torch_cpu", *libraries],
         extra_link_args=["-fopenmp", "-Wl,-O1", *STRIP, *link],
         language="c++",

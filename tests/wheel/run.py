@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from stubs import output, write_stubs
 
 ROOT = Path(__file__).parents[2]
 WORK = ROOT / "build" / "wheel-test"
@@ -23,19 +24,6 @@ SMOKE = Path(__file__).with_name("smoke.py")
 RELEASES = {"2.13.0": 10, "2.14.1": 10, "2.15.0": 11}
 PYTHONS = range(10, 14)
 TORCH_NEEDS = ["typing_extensions", "filelock", "sympy", "networkx", "jinja2", "fsspec", "numpy"]
-
-
-def output(*command: object, **environment: str) -> str:
-    """Runs a command; returns its standard output."""
-    result = subprocess.run(
-        [str(part) for part in command],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-    )
-    if result.returncode != 0:
-        raise RuntimeError(f"{command}: {result.stdout}{result.stderr}")
-    return result.stdout
 
 
 def find_python(minor: int) -> str | None:
@@ -58,67 +46,6 @@ def torch_wheel(release: str, minor: int) -> Path:
             *pip, "--python-version", f"3.{minor}", f"torch=={release}", PIP_CONSTRAINT=os.devnull
         )
     return next(folder.glob(pattern))
-
-
-def dynamic_symbols(library: Path) -> tuple[set[str], dict[str, set[str]]]:
-    """Returns the symbols that a library defines, and by version those that it wants."""
-    defined: set[str] = set()
-    wanted: dict[str, set[str]] = {}
-    for line in output("objdump", "-T", library).splitlines():
-        fields = line.split()
-        if "*UND*" in fields:
-            if "w" in fields:
-                continue  # weak: may stay without a definition
-            version = re.search(r"\(([^)]+)\)", line)
-            wanted.setdefault(version[1] if version else "", set()).add(fields[-1])
-        elif len(fields) > 5:
-            defined.add(fields[-1])
-    return defined, wanted
-
-
-def write_stubs(torch_lib: Path, python: Path, folder: Path) -> None:
-    """Writes libraries in place of those that torch's CUDA builds want and nobody installed.
-
-    Their functions abort. torch then imports and computes on the CPU without gigabytes of CUDA.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    libraries = list(torch_lib.glob("*.so*"))
-    missing: set[str] = set()
-    required: dict[str, str] = {}
-    defined = dynamic_symbols(python)[0]
-    wanted: dict[str, set[str]] = {}
-    for library in libraries:
-        found = output("ldd", library)
-        missing |= set(re.findall(r"(\S+) => not found", found))
-        for path in re.findall(r"=> (/\S+)", found):
-            defined |= dynamic_symbols(Path(path))[0]
-        own, symbols = dynamic_symbols(library)
-        defined |= own
-        for version, names in symbols.items():
-            wanted.setdefault(version, set()).update(names)
-        owner = ""
-        for line in output("objdump", "-p", library).splitlines():
-            if heading := re.search(r"required from (\S+):", line):
-                owner = heading[1]
-            elif owner and line.startswith("    0x"):
-                required[line.split()[-1]] = owner
-    plain = wanted.pop("", set()) - defined
-    for index, soname in enumerate(sorted(missing)):
-        versions = {v: names for v, names in wanted.items() if required.get(v) == soname}
-        names = set().union(*versions.values(), plain if index == 0 else set())
-        source = folder / "stub.c"
-        functions = "".join(f"void {name}(void) {{ abort(); }}\n" for name in sorted(names))
-        source.write_text(f"#include <stdlib.h>\n{functions}")
-        script = folder / "stub.map"
-        script.write_text(
-            "".join(
-                f"{v} {{ global: {' '.join(f'{n};' for n in ns)} }};\n"
-                for v, ns in versions.items()
-            )
-        )
-        link = [f"-Wl,-soname,{soname}"]
-        link += [f"-Wl,--version-script,{script}"] if versions else []
-        output("gcc", "-w", "-shared", "-fPIC", source, "-o", folder / soname, *link)
 
 
 def try_pair(wheel: Path, release: str, minor: int, python: str) -> dict[str, str]:
