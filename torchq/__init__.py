@@ -22,6 +22,7 @@ from torchq.convert.api import calibrate, convert, prepare, quantize
 from torchq.export import to_onnx
 from torchq.integrations import registration
 from torchq.integrations.compressed_tensors import from_compressed_tensors
+from torchq.integrations.compressed_writer import to_compressed_tensors
 from torchq.migrate import from_pt2e, from_torch_ao, from_torchao, quantize_dynamic
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.onednn.composition import compose
@@ -96,6 +97,7 @@ __all__ = [
     "sensitivity",
     "sqnr",
     "supported_isas",
+    "to_compressed_tensors",
     "to_onnx",
     "tune",
     "use_isa",

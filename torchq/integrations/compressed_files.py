@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads folders that llm-compressor wrote.
+"""Reads folders of compressed-tensors, such as those that llm-compressor writes.
 
 The format is that of https://github.com/vllm-project/compressed-tensors: ``config.json`` says how
 layers are quantized, and safetensors hold their integers with the scales beside them. 4-bit

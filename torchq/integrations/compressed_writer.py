@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the dynamic linear layers of a model of transformers as a folder of compressed-tensors."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchq.attributes.arguments import kind_text
+from torchq.integrations.compressed_files import METHOD
+from torchq.nn.dynamic import DynamicQLinear
+from torchq.nn.dynamic_int4 import DynamicQLinearInt4
+from torchq.nn.leaf import QuantizedLeaf
+from torchq.nn.module import QModule
+from torchq.quantization.ranges import check_choice
+from torchq.serialization.graph_text import GRAPH_KEY
+
+_PACKED, _INT = "pack-quantized", "int-quantized"
+_REMEDY = "Quantize the float model with torchq.QConfig(dynamic=True), weight_bits=8 or 4."
+
+
+def to_compressed_tensors(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    scheme_4bit: Literal["W4A16", "W4A8"] = "W4A16",
+) -> None:
+    """Write a folder that transformers, vLLM and :func:`from_compressed_tensors` load.
+
+    Integers and scales of the linear layers stay what they are, so that their results have the same
+    bits after ``from_compressed_tensors``. Others quantize sources by their own rules: int8 weights
+    are written as W8A8 with a symmetric scale for each row of a source. The rest of the model is
+    float, and so is a layer that is tied to an embedding.
+
+    Args:
+        model: of transformers, with dynamic linear layers in int8 or 4 bits.
+        path: of the folder; files in it are replaced.
+        scheme_4bit: what other readers do with the sources of 4-bit weights: leave them in float,
+            or quantize each row to int8.
+
+    Raises:
+        TypeError: the model is not one of transformers.
+        ValueError: no layer or another kind of layer is quantized; the message names it.
+
+    Example::
+
+        qmodel = torchq.quantize(model, None, inputs, torchq.QConfig(dynamic=True, weight_bits=4))
+        torchq.to_compressed_tensors(qmodel, "model-W4A16")
+    """
+    check_choice("to_compressed_tensors", "scheme_4bit", scheme_4bit, ("W4A16", "W4A8"))
+    save = getattr(type(model), "save_pretrained", None)
+    if not isinstance(model, nn.Module) or save is None or not hasattr(model, "config"):
+        raise TypeError(
+            "torchq.to_compressed_tensors: model must be one of transformers, got "
+            f"{kind_text(model)}. Use torchq.save for other models."
+        )
+    layers = _layers(model)
+    own = [n for n, module in model.named_modules() if isinstance(module, QuantizedLeaf)]
+    state = {
+        key: tensor
+        for key, tensor in model.state_dict().items()
+        if not _is_of_graph(key) and not _is_within(key, own)
+    }
+    for name, layer in layers.items():
+        written = _int4(layer, scheme_4bit) if _is_int4(layer) else _int8(layer)
+        bias = {} if layer.bias is None else {"bias": layer.bias}
+        state |= {f"{name}.{key}": value for key, value in {**written, **bias}.items()}
+    plain = copy.copy(model)  # of which transformers saves another configuration and no packing
+    vars(plain).pop("save_pretrained", None)
+    vars(plain).pop("hf_quantizer", None)
+    config: Any = copy.deepcopy(model.config)
+    config.quantization_config = _scheme(model, layers, scheme_4bit)
+    vars(plain)["config"] = config
+    save(plain, Path(path), state_dict=state)
+
+
+def _layers(model: nn.Module) -> dict[str, Any]:
+    """Return the quantized linear layers by name; raise ValueError where one has no form.
+
+    A layer that is tied to an embedding is left out: its weight is in the folder, in float.
+    """
+    found, problems = dict[str, Any](), dict[str, str]()
+    ties = getattr(model, "all_tied_weights_keys", {})
+    tied = {key.removesuffix(".weight") for key in (*ties, *ties.values())}
+    for name, module in model.named_modules():
+        if not isinstance(module, QModule) or _is_of_graph(name) or _is_within(name, problems):
+            continue
+        if isinstance(module, QuantizedLeaf) and name not in tied:
+            if why := _why_not(module):
+                problems[name] = why
+            found[name] = module.layer
+        elif not _is_within(name, {*found, *tied}) and name not in tied:
+            problems[name] = f"is a {type(module).__name__}"
+    if problems or not found:
+        got = "; ".join(f"'{name}' {why}" for name, why in [*problems.items()][:5])
+        raise ValueError(
+            "torchq.to_compressed_tensors: model must have dynamic linear layers and no other "
+            f"quantized ones, got {got or 'none'}. {_REMEDY}"
+        )
+    return found
+
+
+def _is_within(name: str, modules: Iterable[str]) -> bool:
+    return any(name.startswith(f"{other}.") for other in modules)
+
+
+def _is_of_graph(name: str) -> bool:
+    return f".{GRAPH_KEY}." in f".{name}."
+
+
+def _why_not(leaf: QuantizedLeaf) -> str:
+    """Return why a layer has no form in the files, or ""."""
+    layer: Any = leaf.layer
+    if not isinstance(layer, DynamicQLinear | DynamicQLinearInt4):
+        return f"is a {type(layer).__name__}"
+    if leaf._turned:
+        return "is a Conv1D"
+    if layer.src_factor is not None:
+        return "has factors for the channels of its source"
+    if isinstance(layer, DynamicQLinear):
+        return "" if layer.per_row else "has one scale for all rows of its source"
+    if layer.in_features % layer.group_size:
+        return f"has {layer.in_features} inputs in groups of {layer.group_size}"
+    return ""
+
+
+def _is_int4(layer: nn.Module) -> bool:
+    return isinstance(layer, DynamicQLinearInt4)
+
+
+def _int8(layer: DynamicQLinear) -> dict[str, Tensor]:
+    scale = layer.weight_scale.reshape(-1, 1).clone()
+    return {"weight": layer.packed().unpack(), "weight_scale": scale}
+
+
+def _int4(layer: DynamicQLinearInt4, scheme: str) -> dict[str, Tensor]:
+    codes, scale, zero = layer.packed().unpack()
+    found = {"weight_scale": scale.to(torch.bfloat16)}  # which they are
+    if scheme == "W4A8":
+        found["weight"] = codes.to(torch.int8) - 8
+        if not layer.symmetric:
+            found["weight_zero_point"] = zero.to(torch.int8) - 8
+        return found
+    found["weight_packed"] = pack_nibbles(codes)
+    found["weight_shape"] = torch.tensor(codes.shape, dtype=torch.int64, device="cpu")
+    if not layer.symmetric:
+        found["weight_zero_point"] = pack_nibbles(zero.t()).t().contiguous()
+    return found
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """Return an int32 for each eight codes of a row, the first in the lowest bits."""
+    padded = torch.nn.functional.pad(codes.long(), (0, -codes.shape[1] % 8))
+    shifts = torch.arange(0, 32, 4, dtype=torch.int64, device="cpu")
+    words = (padded.unflatten(1, (-1, 8)) << shifts).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def _scheme(model: nn.Module, layers: Mapping[str, Any], scheme_4bit: str) -> dict[str, Any]:
+    """Return the quantization_config of config.json."""
+    kinds = dict[tuple[int, bool], list[str]]()
+    for name, layer in layers.items():
+        kind = (layer.group_size, layer.symmetric) if _is_int4(layer) else (0, True)
+        kinds.setdefault(kind, []).append(name)
+    groups: dict[str, Any] = {}
+    for (size, symmetric), names in kinds.items():
+        only = len(kinds) == 1
+        groups[f"group_{len(groups)}"] = {
+            "targets": ["Linear"] if only else names,
+            "weights": _weights(size, symmetric),
+            "input_activations": None if size and scheme_4bit == "W4A16" else _ROWS,
+            "output_activations": None,
+            "format": _PACKED if size and scheme_4bit == "W4A16" else _INT,
+        }
+    forms = {group["format"] for group in groups.values()}
+    linear = (nn.Linear, QuantizedLeaf)
+    floats = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, linear) and name not in layers and not _is_of_graph(name)
+    ]
+    return {
+        "quant_method": METHOD,
+        "quantization_status": "compressed",
+        "format": forms.pop() if len(forms) == 1 else "mixed-precision",
+        "config_groups": groups,
+        "ignore": floats,
+    }
+
+
+def _weights(group_size: int, symmetric: bool) -> dict[str, Any]:
+    if not group_size:
+        return {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    form = {"num_bits": 4, "type": "int", "symmetric": symmetric}
+    return {**form, "strategy": "group", "group_size": group_size}
+
+
+_ROWS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
