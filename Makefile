@@ -31,7 +31,7 @@ SHELL := /bin/bash
   wheel wheel-test wheel-aarch64 wheel-test-aarch64 lint format bench build clean distclean
 
 help:  ## This list
-	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z][a-z0-9-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 27
 
 demo: $(LIBRARY)  ## Train a small network on digits, quantize it, compare
 	$(BIN)/python examples/digits/run.py
@@ -103,15 +103,17 @@ docs: $(VENV)/.docs  ## The site, in docs/_build/html; a warning is an error
 
 build: $(LIBRARY)  ## Only the environment and the extension
 
-# For a machine, with variables of its build. auditwheel names the oldest glibc that serves, which
-# has to be that of torch or older. torch's own libraries are the user's, and libgomp the one that
-# torch brings.
+# For a machine, with variables of its build. auditwheel's --plat offers only tags of this machine, so
+# it chooses one, and then the wheel is tagged as torch's own are. torch's libraries are the user's,
+# and libgomp the one that torch brings.
 define build_wheel
 rm -rf build/lib.* build/bdist.* build/wheel dist/*_$(1).whl
 TORCHQ_WHEEL=1 $(2) $(BIN)/python -m build --no-isolation --wheel --outdir build/wheel
 PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --only-plat --wheel-dir build/wheel/repaired \
   --exclude 'libtorch*.so' --exclude libc10.so --exclude libgomp.so.1 build/wheel/*.whl
-$(BIN)/python -m wheel tags --platform-tag manylinux_2_28_$(1) build/wheel/repaired/*-manylinux_2_2[0-8]_$(1).whl
+@ls build/wheel/repaired | grep -qE 'manylinux_2_(5|1[0-9]|2[0-8])_' || { echo "torchq: the wheel needs a" \
+  "glibc newer than 2.28: build it with an older toolchain." >&2; exit 1; }
+$(BIN)/python -m wheel tags --platform-tag manylinux_2_28_$(1) build/wheel/repaired/*.whl
 mkdir -p dist && mv build/wheel/repaired/*-manylinux_2_28_$(1).whl dist
 endef
 
@@ -123,11 +125,10 @@ wheel: $(VENV)/.wheel  ## dist/: a wheel for Python 3.10 to 3.13, and an sdist
 wheel-test: $(LIBRARY)  ## The wheel in dist/ beside every torch and Python it supports; downloads gigabytes
 	$(BIN)/python tests/wheel/run.py dist/*_$(MACHINE).whl $(ARGS)
 
-# _PYTHON_HOST_PLATFORM is Python's own variable: the platform in the names of extensions and wheel.
 wheel-aarch64: $(VENV)/.wheel  ## dist/: the wheel for AArch64, built here (Debian: apt install g++-aarch64-linux-gnu qemu-user)
 	$(BIN)/python tests/wheel/aarch64.py root
-	$(call build_wheel,aarch64,TORCHQ_MACHINE=aarch64 CXX=aarch64-linux-gnu-g++ \
-	  TORCHQ_TORCH=$(CURDIR)/build/aarch64/root/usr/lib/python3/dist-packages/torch _PYTHON_HOST_PLATFORM=linux-aarch64)
+	$(call build_wheel,aarch64,_PYTHON_HOST_PLATFORM=linux-aarch64 CXX=aarch64-linux-gnu-g++ \
+	  TORCHQ_TORCH=$(CURDIR)/build/aarch64/root/usr/lib/python3/dist-packages/torch)
 
 wheel-test-aarch64: $(LIBRARY)  ## That wheel in an emulator: the same bits as here; takes half an hour
 	$(BIN)/python tests/wheel/aarch64.py test dist/*_aarch64.whl

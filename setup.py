@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -24,14 +25,12 @@ except ImportError:
     )
 
 ROOT = Path(__file__).resolve().parent
-# TORCHQ_MACHINE=aarch64: for another machine than this, with CXX as the compiler for it and
-# TORCHQ_TORCH as the folder of its torch, unpacked.
-MACHINE = os.environ.get("TORCHQ_MACHINE") or os.uname().machine
+# To build for another machine: _PYTHON_HOST_PLATFORM, a variable of Python, names it, CXX is its
+# compiler, and TORCHQ_TORCH the unpacked folder of its torch, of the same release as ours.
+HOST, MACHINE = os.uname().machine, sysconfig.get_platform().partition("-")[2]
 TORCH = Path(os.environ.get("TORCHQ_TORCH") or Path(torch.__file__).parent)
 # Objects stay here, also for editable installs, so that a second build is quick.
-BUILD = ROOT / "build" / f"torch-{torch.__version__}"
-if os.uname().machine != MACHINE:
-    BUILD = BUILD.with_name(f"{BUILD.name}-{MACHINE}")
+BUILD = ROOT / "build" / (f"torch-{torch.__version__}" + (f"-{MACHINE}" if MACHINE != HOST else ""))
 # GCC 12 reports its own _mm512_undefined_* and torch's SmallVector as uninitialized.
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 COMMON = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
@@ -89,7 +88,8 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13") if os.environ.get("TORCHQ_WHEEL") els
 def include_folder(version: str) -> str | None:
     """Return the headers of a Python on PATH or of pyenv, None without them.
 
-    They serve AArch64, too: it has the same sizes of types.
+    They serve AArch64, too, where types have the same sizes; not those of Debian's own Python,
+    whose pyconfig.h differs by machine.
     """
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
     found = [shutil.which(f"python{version}"), *pyenv.glob(f"{version}.*/bin/python{version}")]
@@ -110,7 +110,7 @@ def jobs() -> int:
 
 
 def torch_release() -> tuple[int, int]:
-    """Major and minor version of the installed torch."""
+    """Major and minor version of torch."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 
@@ -123,7 +123,7 @@ class BuildTorchq(build_ext):
         if ext_name.endswith("libtorchq"):
             return str(Path(*ext_name.split(".")).with_suffix(".so"))
         name, _, version = ext_name.partition("@")
-        file = str(super().get_ext_filename(name)).replace(os.uname().machine, MACHINE)
+        file = str(super().get_ext_filename(name)).replace(HOST, MACHINE)
         running = f"cpython-{sys.version_info.major}{sys.version_info.minor}"
         return file.replace(running, f"cpython-{version}") if version else file
 

@@ -131,13 +131,75 @@ def test_a_model_of_torchq_config(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_layers_without_a_form(config: torchq.QConfig, told: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_layers_without_a_form(
+    config: torchq.QConfig, told: str, tied: bool, tmp_path: Path
+) -> None:
     data = [{"input_ids": IDS.roll(i, 1)} for i in range(4)]
-    qmodel = torchq.quantize(llama(), None if config.dynamic else data, data[0], config)
+    qmodel = torchq.quantize(llama(tied), None if config.dynamic else data, data[0], config)
     with pytest.raises(ValueError, match=told) as error:
         torchq.to_compressed_tensors(qmodel, tmp_path)
     assert str(error.value).startswith("torchq.to_compressed_tensors: model must have dynamic")
     assert not list(tmp_path.iterdir())
+
+
+@torch.no_grad()
+def test_one_group_beside_int8(tmp_path: Path) -> None:
+    """A scale for each row, as int8 weights have."""
+    kept = {"*": DYNAMIC, "model.layers.*.self_attn.*": torchq.QConfig(
+        dynamic=True, weight_bits=4, group_size=64
+    )}  # fmt: skip
+    qmodel = torchq.quantize(llama(), None, {"input_ids": IDS}, DYNAMIC, kept)
+    torchq.to_compressed_tensors(qmodel, tmp_path, "W4A8")
+    again = torchq.from_compressed_tensors(tmp_path)
+    layers = [m.model.layers[1].self_attn.k_proj.layer for m in (qmodel, again)]
+    values = [layer.weight_values() for layer in layers]
+    assert torch.equal(*values)
+
+
+@torch.no_grad()
+def test_names_that_transformers_changes(tmp_path: Path) -> None:
+    """Layers that stay float are ignored by the names of the model and by those of the files."""
+    text = llama().config
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64,
+        image_size=32, patch_size=8,
+    )  # fmt: skip
+    config = transformers.LlavaConfig(
+        text_config=text, vision_config=vision, image_token_index=95, vision_feature_layer=-1
+    )
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    qmodel = torchq.quantize(model, None, {"input_ids": IDS}, DYNAMIC)  # no image is seen
+    torchq.to_compressed_tensors(qmodel, tmp_path)
+    ignored = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["ignore"]
+    assert {"multi_modal_projector.linear_1", "model.multi_modal_projector.linear_1"} <= {*ignored}
+    theirs = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path)
+    projector = theirs.model.multi_modal_projector.linear_1.weight
+    assert torch.equal(projector, model.model.multi_modal_projector.linear_1.weight)
+    again = torchq.from_compressed_tensors(tmp_path)
+    assert same_layers(qmodel, again, 15)
+
+
+def test_mixtures(tmp_path: Path) -> None:
+    config = transformers.MixtralConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=2,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config).eval()
+    for overrides in (None, {"*.experts": None}):
+        qmodel = torchq.quantize(model, None, {"input_ids": IDS}, DYNAMIC, overrides)
+        with pytest.raises(ValueError, match=r"mlp.experts' (is a QExperts|has experts)\."):
+            torchq.to_compressed_tensors(qmodel, tmp_path)
+
+
+def test_paths(tmp_path: Path) -> None:
+    qmodel = torchq.quantize(llama(), None, {"input_ids": IDS}, DYNAMIC)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="path must be a folder, got the file"):
+        torchq.to_compressed_tensors(qmodel, tmp_path / "file")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "old"}}')
+    torchq.to_compressed_tensors(qmodel, tmp_path)
+    torchq.from_compressed_tensors(tmp_path)
 
 
 def test_layers_that_hold_the_transpose(tmp_path: Path) -> None:

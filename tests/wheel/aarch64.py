@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 from stubs import output, write_stubs
@@ -32,7 +33,7 @@ SYSTEM = [ROOT / "lib/aarch64-linux-gnu", ROOT / "usr/lib/aarch64-linux-gnu"]
 DEBIAN = "libc6 libgcc-s1 libstdc++6 zlib1g libexpat1 libssl3 libffi8 libbz2-1.0 liblzma5 libuuid1"
 DEBIAN += " libsqlite3-0 libreadline8 libtinfo6 libncursesw6 libcrypt1 libnsl2 libtirpc3"
 DEBIAN += " python3.11 python3.11-minimal libpython3.11-minimal libpython3.11-stdlib"
-TORCH = ["torch==2.13.0"]
+TORCH = [f"torch=={version('torch').partition('+')[0]}"]  # that of this environment
 TORCH_NEEDS = ["numpy", "typing_extensions", "sympy", "networkx", "jinja2", "fsspec", "filelock"]
 # CPUs of the emulator -> their tiers besides reference.
 CPUS = {"neoverse-n1": ["neon"], "max,sve=off": ["neon", "neon_i8mm"]}
@@ -125,7 +126,7 @@ if __name__ == "__main__":
     for tool in ("aarch64-linux-gnu-g++", "qemu-aarch64", "apt-get", "dpkg"):
         if shutil.which(tool) is None:
             sys.exit(
-                f"torchq: {tool} is missing: on Debian and Ubuntu, "
+                f"torchq: this needs {tool}, which is missing. On Debian 12: "
                 "apt install g++-aarch64-linux-gnu qemu-user"
             )
     make_root()

@@ -5,8 +5,8 @@ python smoke.py write FOLDER   quantizes and saves models, and prints their dige
 python smoke.py read FOLDER    loads these files, and prints the digests again
 
 Float layers of two torch releases may round differently, and so may scales that come from them.
-So only the saved models have to give the same bits, those without float layers; what is quantized
-anew has to be close.
+Saved models without float layers have to give the same bits. Models that are quantized anew, and
+those with float layers, have to be close.
 """
 
 from __future__ import annotations

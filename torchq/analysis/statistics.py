@@ -110,7 +110,7 @@ def load_calibration(
         raise _not_ours(Path(path), f"the state of an observer does not fit: {error}") from error
     for name, observer in own.items():
         if merge:
-            observer.merge(loaded[name])
+            observer.merge(loaded[name]).check_state()  # counts of many files may overflow
         else:
             restore(observer, saved[name])
     return prepared

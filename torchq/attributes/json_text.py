@@ -11,6 +11,11 @@ import numpy as np
 _VALUES = 500_000
 """The most values of one text: 50 MB of objects, and three times what the largest graphs have."""
 _DEPTH = 100
+_WIDE = 1 << 20
+"""The most bytes of a text with characters beyond ASCII, which Python may hold in four bytes each.
+
+Texts of torchq are ASCII, whatever they tell.
+"""
 
 
 def read_json(text: bytes | memoryview, nbytes: int = 0) -> Any:
@@ -21,9 +26,12 @@ def read_json(text: bytes | memoryview, nbytes: int = 0) -> Any:
         nbytes: of the file, each hundred of which may have one value more.
 
     Raises:
-        ValueError: it is no JSON, or has more values or levels than files of torchq have.
+        ValueError: it is no JSON, or has more values or levels than files of torchq have, or is
+            long and not ASCII.
     """
     text = bytes(text)
+    if len(text) > _WIDE and not text.isascii():
+        raise ValueError("its text is long, and has characters beyond ASCII")
     if has_many_values(text, nbytes) or (_brackets(text) > _DEPTH and _levels(text) > _DEPTH):
         raise ValueError("its text has too many values or levels")
     try:

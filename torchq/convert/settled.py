@@ -91,8 +91,12 @@ class Seen:
         """Return how a group is quantized."""
         return self._ranges[root][1]
 
-    def channels(self, node: fx.Node, axis: int) -> PerChannelMinMaxObserver | None:
-        """Return the ranges of the channels of a value; None where too little was recorded."""
+    def channels(self, node: fx.Node, axis: int, count: int) -> PerChannelMinMaxObserver | None:
+        """Return the ranges of the channels of a value; None where too little was recorded.
+
+        Raises:
+            ValueError: there are others than ``count`` of them: a file was changed.
+        """
         seen = self.recorder(watched_channels(self.plan, node, axis))
         root = self.plan.root(node)
         if seen is None or root not in self._ranges:
@@ -101,6 +105,11 @@ class Seen:
         assert isinstance(seen, PerChannelMinMaxObserver)
         if not seen.calibrated or not isinstance(of_all, HistogramObserver):
             return None
+        if len(seen.min_value) != count:
+            raise ValueError(
+                f"torchq.convert: {seen.name!r} must have been calibrated with {count} channels, "
+                f"got {len(seen.min_value)}. Was its file changed? Calibrate anew."
+            )
         return seen if of_all.counts.sum() >= _VALUES * len(seen.min_value) else None
 
 

@@ -8,7 +8,7 @@ integers have a byte each in the format int-quantized, and half of one in pack-q
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,8 +22,9 @@ from torchq.quantization.int4 import GROUP_SIZES
 from torchq.quantization.qparams import QParams
 
 METHOD = "compressed-tensors"
-_FORMATS = ("int-quantized", "naive-quantized")
-_PACKED = "pack-quantized"
+INT, PACKED = "int-quantized", "pack-quantized"
+INDEX = "model.safetensors.index.json"
+_FORMATS = (INT, "naive-quantized")
 _PRESETS = ("W8A8", "INT8", "W4A8", "W4A16", "W4A16_ASYM")
 _ROW_GROUPS: GroupSize = 128
 """Size of groups, all of one scale, where a whole row has one."""
@@ -52,20 +53,21 @@ class Int4Layer:
     Attributes:
         shape: of the weight.
         file: that holds it.
-        name: of the layer there.
+        keys: names of its tensors there.
         group_size: values of a row that share a scale.
     """
 
     shape: tuple[int, ...]
     file: Path
-    name: str
+    keys: Sequence[str]
     group_size: GroupSize
 
-    def read(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return integers from -8 to 7, scales, zero points of these integers, and the bias."""
-        with _opened(self.file.parent, self.file) as file:
-            given = {key.rpartition(".")[2]: key for key in file.keys() if self._has(key)}  # noqa: SIM118
-            found = {short: file.get_tensor(key) for short, key in given.items()}
+    def read(self, file: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return integers from -8 to 7, scales, zero points of these integers, and the bias.
+
+        ``file`` is what :func:`opened` gives, once for all layers: its header may be long.
+        """
+        found = {key.rpartition(".")[2]: file.get_tensor(key) for key in self.keys}
         zero = found.get("weight_zero_point")
         if "weight_packed" in found:
             weight = unpack_nibbles(found["weight_packed"])[:, : self.shape[1]]
@@ -76,9 +78,6 @@ class Int4Layer:
         scales = self._by_group(found["weight_scale"])
         return weight, scales, None if zero is None else self._by_group(zero), found.get("bias")
 
-    def _has(self, key: str) -> bool:
-        return key.rpartition(".")[0] == self.name
-
     def _by_group(self, values: Tensor) -> Tensor:
         """Return values of a whole row, or of the tensor, for each group of each row."""
         outputs, inputs = self.shape
@@ -88,7 +87,8 @@ class Int4Layer:
     def _checked(self, integers: Tensor) -> Tensor:
         low, high = torch.aminmax(integers) if integers.numel() else (0, 0)
         if low < -8 or high > 7:
-            got = f"'{self.name}' has integers from {int(low)} to {int(high)}, not 4-bit ones"
+            name = self.keys[0].rpartition(".")[0]
+            got = f"'{name}' has integers from {int(low)} to {int(high)}, not 4-bit ones"
             raise refused(self.file.parent, got)
         return integers
 
@@ -102,6 +102,12 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
     return ((packed.unsqueeze(-1) >> shifts & 15) - 8).flatten(-2).to(torch.int8)
 
 
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """Return an int32 for each eight codes from 0 to 15 of a row, as uint8 ones."""
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8))
+    return (padded[:, ::2] | padded[:, 1::2] << 4).contiguous().view(torch.int32)
+
+
 def read_folder(folder: Path) -> tuple[dict[str, Any], Layers]:
     """Return what config.json says, and the quantized layers by name.
 
@@ -111,7 +117,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], Layers]:
     try:
         facts = _read_json(folder / "config.json")
         _check_scheme(folder, facts)
-        return facts, _read_layers(folder, _weight_files(folder), _only_4_bits(scheme_of(facts)))
+        return facts, _read_layers(folder, _weight_files(folder), scheme_of(facts))
     except (ImportError, MemoryError):  # of the machine
         raise
     except Exception as error:  # of a configuration of other types: anything
@@ -193,18 +199,23 @@ def _has_form(group: Any) -> bool:
     return all(part is None or isinstance(part, dict) for part in parts)
 
 
-def _only_4_bits(scheme: dict[str, Any]) -> bool:
-    """Return whether all weights of a checked scheme have 4 bits.
+def _targets_of_4_bits(scheme: dict[str, Any]) -> set[str]:
+    """Return the targets of a checked scheme whose weights have 4 bits; "" for all of them.
 
-    Beside int8 ones, 4-bit integers of a byte with one scale a row are taken for int8 ones, too.
+    Beside int8 ones, 4-bit integers of a byte with one scale a row are taken for int8 ones, unless
+    the scheme names their layers.
     """
-    groups = scheme["config_groups"].items()
-    return all(
+    found, groups = set[str](), scheme["config_groups"].items()
+    has_4 = [
         name.startswith("W4")
         if isinstance(group, list)
         else (group.get("weights") or {}).get("num_bits") == 4
         for name, group in groups
-    )
+    ]
+    for (_, group), is_4 in zip(groups, has_4, strict=True):
+        named = group if isinstance(group, list) else group.get("targets") or []
+        found |= set(map(str, named)) if is_4 else set()
+    return found | ({""} if all(has_4) else set())
 
 
 def _why_not(group: dict[str, Any], form: str) -> list[str]:
@@ -225,7 +236,7 @@ def _why_not(group: dict[str, Any], form: str) -> list[str]:
         problems.append(f"weights with one scale for each {strategy}")
     elif bits == 8 and not weights.get("symmetric", True):
         problems.append("weights with zero points")
-    if form not in (*_FORMATS, *([_PACKED] if bits == 4 else [])):
+    if form not in (*_FORMATS, *([PACKED] if bits == 4 else [])):
         problems.append(f"the format {form or 'none'}")
     if group.get("output_activations"):
         problems.append("quantized outputs")
@@ -245,7 +256,7 @@ def _why_not(group: dict[str, Any], form: str) -> list[str]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if not index.is_file():
         return [folder / "model.safetensors"]
     names = _read_json(index).get("weight_map")
@@ -254,32 +265,35 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / Path(name).name for name in sorted(set(names.values()))]
 
 
-def _read_layers(folder: Path, files: Iterable[Path], only_4_bits: bool) -> Layers:
+def _read_layers(folder: Path, files: Iterable[Path], scheme: dict[str, Any]) -> Layers:
     """Return the quantized layers by their names in the files; their weights are only looked at."""
     shapes: dict[str, tuple[str, list[int]]] = {}
     small: dict[str, Tensor] = {}
-    places: dict[str, Path] = {}
+    places: dict[str, dict[str, Path]] = {}
     for path in files:
-        with _opened(folder, path) as file:
-            for key in file.keys():  # noqa: SIM118 - no mapping
-                shapes[key] = file.get_slice(key).get_dtype(), file.get_slice(key).get_shape()
-                places[key] = path
-                if key.endswith(("_scale", "_zero_point", "_shape")):
-                    small[key] = file.get_tensor(key)
+        file = opened(folder, path)
+        for key in file.keys():  # noqa: SIM118 - no mapping
+            shapes[key] = file.get_slice(key).get_dtype(), file.get_slice(key).get_shape()
+            places.setdefault(key.rpartition(".")[0], {})[key] = path
+            if key.endswith(("_scale", "_zero_point", "_shape")):
+                small[key] = file.get_tensor(key)
     names = [key.removesuffix(_SCALE) for key in shapes if key.endswith(_SCALE)]
     if not names:
         raise refused(folder, "no weight_scale in its files")
     found: Layers = {}
+    targets = _targets_of_4_bits(scheme)
     for name in names:
         has_groups = small[f"{name}{_SCALE}"].shape[1:].numel() > 1
-        if only_4_bits or has_groups or f"{name}.weight_packed" in places:
-            found[name] = _int4_layer(folder, name, shapes, small, places)
+        has_groups |= "" in targets or name in targets
+        if has_groups or f"{name}.weight_packed" in shapes:
+            found[name] = _int4_layer(folder, name, shapes, small, places[name])
         else:
             found[name] = _layer(folder, name, shapes, small)
     return found
 
 
-def _opened(folder: Path, path: Path) -> Any:
+def opened(folder: Path, path: Path) -> Any:
+    """Return a file of safetensors of a folder."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
@@ -345,7 +359,7 @@ def _int4_layer(
     expected = ("I32", [-(-outputs // 8), groups]) if is_packed else ("I8", [outputs, groups])
     if shapes.get(zeros, expected) != expected:
         raise refused(folder, f"'{zeros}' must be {expected[0]} of shape {expected[1]}")
-    files = {places[key] for key in places if key.rpartition(".")[0] == name}
-    if f"{name}.weight_g_idx" in places or len(files) > 1:
+    file, *others = {*places.values()}
+    if f"{name}.weight_g_idx" in places or others:
         raise refused(folder, f"'{name}' has groups in another order, or is spread over files")
-    return Int4Layer((outputs, inputs), files.pop(), name, size)
+    return Int4Layer((outputs, inputs), file, [*places], size)

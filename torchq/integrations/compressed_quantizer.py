@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchq.integrations.compressed_files import Int4Layer, Int8Layer, Layers, refused
+from torchq.integrations.compressed_files import Int4Layer, Int8Layer, Layers, opened, refused
 from torchq.integrations.transformers import TorchqConfig, TorchqQuantizer, initialized
 from torchq.migrate.leaves import dynamic_leaf, float_layer, int4_leaf, static_leaf
 from torchq.nn.leaf import take_hooks
@@ -127,10 +127,13 @@ class _Quantizer(TorchqQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Compute folded scales anew, which transformers takes for buffers that no file has."""
+        files: dict[Path, Any] = {}
         for name, module in self._float.items():
             layer = self._layers[name]
             assert isinstance(layer, Int4Layer)
-            leaf = int4_leaf(module, *layer.read(), layer.group_size)
+            if layer.file not in files:
+                files[layer.file] = opened(self._folder, layer.file)
+            leaf = int4_leaf(module, *layer.read(files[layer.file]), layer.group_size)
             model.set_submodule(name, take_hooks(leaf, module))
         model = super()._process_model_after_weight_loading(model, **kwargs)
         for name in self._layers:

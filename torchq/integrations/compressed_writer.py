@@ -13,16 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from torchq.attributes.arguments import kind_text
-from torchq.integrations.compressed_files import METHOD
+from torchq.integrations.compressed_files import INDEX, INT, METHOD, PACKED, pack_nibbles
 from torchq.nn.dynamic import DynamicQLinear
 from torchq.nn.dynamic_int4 import DynamicQLinearInt4
+from torchq.nn.float_modules import is_experts
 from torchq.nn.leaf import QuantizedLeaf
 from torchq.nn.module import QModule
 from torchq.quantization.ranges import check_choice
 from torchq.serialization.graph_text import GRAPH_KEY
 
-_PACKED, _INT = "pack-quantized", "int-quantized"
-_REMEDY = "Quantize the float model with torchq.QConfig(dynamic=True), weight_bits=8 or 4."
+_REMEDY = (
+    "Quantize the float model with torchq.QConfig(dynamic=True), or add weight_bits=4 and a "
+    "group_size that divides the inputs; keep other layers float with overrides."
+)
 
 
 def to_compressed_tensors(
@@ -32,20 +35,21 @@ def to_compressed_tensors(
 ) -> None:
     """Write a folder that transformers, vLLM and :func:`from_compressed_tensors` load.
 
-    Integers and scales of the linear layers stay what they are, so that their results have the same
-    bits after ``from_compressed_tensors``. Others quantize sources by their own rules: int8 weights
-    are written as W8A8 with a symmetric scale for each row of a source. The rest of the model is
-    float, and so is a layer that is tied to an embedding.
+    The linear layers keep their integers and scales, so ``from_compressed_tensors`` gives the same
+    bits. Other readers quantize sources in their own way: W8A8 has one symmetric scale for each row
+    of a source. The rest of the model becomes float, and so does a layer that is tied to an
+    embedding.
 
     Args:
         model: of transformers, with dynamic linear layers in int8 or 4 bits.
-        path: of the folder; files in it are replaced.
+        path: of the folder; files of the same names in it are replaced.
         scheme_4bit: what other readers do with the sources of 4-bit weights: leave them in float,
             or quantize each row to int8.
 
     Raises:
         TypeError: the model is not one of transformers.
-        ValueError: no layer or another kind of layer is quantized; the message names it.
+        ValueError: no layer or another kind of layer is quantized, which the message names;
+            ``path`` is a file.
 
     Example::
 
@@ -59,6 +63,11 @@ def to_compressed_tensors(
             "torchq.to_compressed_tensors: model must be one of transformers, got "
             f"{kind_text(model)}. Use torchq.save for other models."
         )
+    if Path(path).is_file():
+        raise ValueError(
+            f"torchq.to_compressed_tensors: path must be a folder, got the file '{path}'. Pass the "
+            "name of a new folder."
+        )
     layers = _layers(model)
     own = [n for n, module in model.named_modules() if isinstance(module, QuantizedLeaf)]
     state = {
@@ -71,11 +80,11 @@ def to_compressed_tensors(
         bias = {} if layer.bias is None else {"bias": layer.bias}
         state |= {f"{name}.{key}": value for key, value in {**written, **bias}.items()}
     plain = copy.copy(model)  # of which transformers saves another configuration and no packing
-    vars(plain).pop("save_pretrained", None)
     vars(plain).pop("hf_quantizer", None)
     config: Any = copy.deepcopy(model.config)
     config.quantization_config = _scheme(model, layers, scheme_4bit)
     vars(plain)["config"] = config
+    (Path(path) / INDEX).unlink(missing_ok=True)  # readers would take the files that it names
     save(plain, Path(path), state_dict=state)
 
 
@@ -84,23 +93,30 @@ def _layers(model: nn.Module) -> dict[str, Any]:
 
     A layer that is tied to an embedding is left out: its weight is in the folder, in float.
     """
-    found, problems = dict[str, Any](), dict[str, str]()
     ties = getattr(model, "all_tied_weights_keys", {})
     tied = {key.removesuffix(".weight") for key in (*ties, *ties.values())}
+    found, problems, left_out = dict[str, Any](), dict[str, str](), list[str]()
     for name, module in model.named_modules():
-        if not isinstance(module, QModule) or _is_of_graph(name) or _is_within(name, problems):
+        if _is_of_graph(name) or _is_within(name, (*found, *problems, *left_out)):
             continue
-        if isinstance(module, QuantizedLeaf) and name not in tied:
-            if why := _why_not(module):
-                problems[name] = why
-            found[name] = module.layer
-        elif not _is_within(name, {*found, *tied}) and name not in tied:
+        if is_experts(module):
+            problems[name] = "has experts"
+        elif not isinstance(module, QModule):
+            continue
+        elif not isinstance(module, QuantizedLeaf):
             problems[name] = f"is a {type(module).__name__}"
+        elif name in tied:
+            left_out.append(name)
+        elif why := _why_not(module):
+            problems[name] = why
+        else:
+            found[name] = module.layer
     if problems or not found:
         got = "; ".join(f"'{name}' {why}" for name, why in [*problems.items()][:5])
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(
             "torchq.to_compressed_tensors: model must have dynamic linear layers and no other "
-            f"quantized ones, got {got or 'none'}. {_REMEDY}"
+            f"quantized ones, got {got or 'none'}{more}. {_REMEDY}"
         )
     return found
 
@@ -153,14 +169,6 @@ def _int4(layer: DynamicQLinearInt4, scheme: str) -> dict[str, Tensor]:
     return found
 
 
-def pack_nibbles(codes: Tensor) -> Tensor:
-    """Return an int32 for each eight codes of a row, the first in the lowest bits."""
-    padded = torch.nn.functional.pad(codes.long(), (0, -codes.shape[1] % 8))
-    shifts = torch.arange(0, 32, 4, dtype=torch.int64, device="cpu")
-    words = (padded.unflatten(1, (-1, 8)) << shifts).sum(-1)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
-
-
 def _scheme(model: nn.Module, layers: Mapping[str, Any], scheme_4bit: str) -> dict[str, Any]:
     """Return the quantization_config of config.json."""
     kinds = dict[tuple[int, bool], list[str]]()
@@ -171,11 +179,11 @@ def _scheme(model: nn.Module, layers: Mapping[str, Any], scheme_4bit: str) -> di
     for (size, symmetric), names in kinds.items():
         only = len(kinds) == 1
         groups[f"group_{len(groups)}"] = {
-            "targets": ["Linear"] if only else names,
+            "targets": ["Linear"] if only else _both_names(model, names),
             "weights": _weights(size, symmetric),
             "input_activations": None if size and scheme_4bit == "W4A16" else _ROWS,
             "output_activations": None,
-            "format": _PACKED if size and scheme_4bit == "W4A16" else _INT,
+            "format": PACKED if size and scheme_4bit == "W4A16" else INT,
         }
     forms = {group["format"] for group in groups.values()}
     linear = (nn.Linear, QuantizedLeaf)
@@ -189,8 +197,22 @@ def _scheme(model: nn.Module, layers: Mapping[str, Any], scheme_4bit: str) -> di
         "quantization_status": "compressed",
         "format": forms.pop() if len(forms) == 1 else "mixed-precision",
         "config_groups": groups,
-        "ignore": floats,
+        "ignore": _both_names(model, floats),
     }
+
+
+def _both_names(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Return names of layers in the model and in the files, where transformers renames some.
+
+    transformers reads the former, and vLLM the latter.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    empty, suffix, found = torch.empty(0), ".weight", dict[str, None]()
+    for name in names:
+        stored = revert_weight_conversion(model, {f"{name}{suffix}": empty})
+        found |= dict.fromkeys([name, *(key.removesuffix(suffix) for key in stored)])
+    return [*found]
 
 
 def _weights(group_size: int, symmetric: bool) -> dict[str, Any]:

@@ -368,6 +368,11 @@ class FakeQuantize(nn.Module):
                     f"torchq.FakeQuantize: '{prefix}{name}' of the state must be torch.float64, "
                     f"got {given.dtype}. Was the state converted with half() or the like?"
                 )
+            if given is not None and not given.is_meta and not bool(given.isfinite().all()):
+                raise ValueError(
+                    f"torchq.FakeQuantize: '{prefix}{name}' of the state must be finite, got "
+                    f"{_text(given)}. Was the state changed, or did training diverge?"
+                )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

@@ -12,7 +12,7 @@ from torch._jit_internal import is_scripting
 from torch.compiler import is_compiling
 from typing_extensions import Self
 
-from torchq.attributes.arguments import DTYPE_NAMES, as_float32, check_type
+from torchq.attributes.arguments import DTYPE_NAMES, as_float32, check_type, kind_text
 from torchq.attributes.json_text import read_json
 from torchq.functional.packing import PackedWeight, unproven
 from torchq.nn.clip_counter import ClipCounter, Told, check_finite
@@ -163,7 +163,8 @@ class QModule(nn.Module):
         """
         for suffix, packed in self._packed_weights().items():
             parts = (packed.weight, packed.compensation, packed.pair_bound)
-            if any(type(part) is not Tensor for part in parts) or all(p.is_meta for p in parts):
+            plain = all(type(part) in (Tensor, nn.Parameter) for part in parts)
+            if not plain or all(part.is_meta for part in parts):
                 continue  # fake or meta: no values
             if wrong := unproven(packed):
                 raise ValueError(
@@ -207,8 +208,10 @@ class QModule(nn.Module):
     ) -> None:
         text = self._spec_text
         if not self._holds(state_dict, prefix):
-            text = self._checked_spec(state_dict.get(prefix + "spec"), prefix)
             self._check_dtypes(state_dict, prefix)
+            # with assign=True, torch would register parameters in place of buffers
+            state_dict = {key: _no_parameter(value) for key, value in state_dict.items()}
+            text = self._checked_spec(state_dict.get(prefix + "spec"), prefix)
             if text != self._spec_text:  # maybe of another length
                 self.spec = torch.empty_like(state_dict[prefix + "spec"])
             super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
@@ -237,13 +240,17 @@ class QModule(nn.Module):
         )
 
     def _check_dtypes(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Raise RuntimeError for tensors of other dtypes than the module's."""
+        """Raise RuntimeError for anything but dense tensors of the module's dtypes."""
         for name, own in self._buffers.items():
             given = state_dict.get(prefix + name)
-            if own is not None and given is not None and given.dtype != own.dtype:
+            if own is None or given is None:
+                continue
+            got = f"{given.dtype}" if isinstance(given, Tensor) else kind_text(given)
+            dense = isinstance(given, Tensor) and given.layout is torch.strided
+            if not dense or given.dtype != own.dtype:
                 raise RuntimeError(
-                    f"torchq.nn.{type(self).__name__}: '{prefix}{name}' of the state must be "
-                    f"{own.dtype}, got {given.dtype}. Is it of the float model, or was it "
+                    f"torchq.nn.{type(self).__name__}: '{prefix}{name}' of the state must be a "
+                    f"dense tensor of {own.dtype}, got {got}. Is it of the float model, or was it "
                     "converted with half() or the like? Give it what state_dict() of the converted "
                     "model returned."
                 )
@@ -254,15 +261,15 @@ class QModule(nn.Module):
         Raises:
             RuntimeError: they differ in more than what calibration chose.
         """
-        if given is None:
+        if given is None or given.is_meta:
             return self._spec_text
-        text = text_bytes(given).decode(errors="replace")
+        text = text_bytes(given).decode("ascii", errors="replace")
         if text == self._spec_text or _uncalibrated(text) == _uncalibrated(self._spec_text):
             return text
         raise RuntimeError(
             f"torchq.nn.{type(self).__name__}: the state of '{prefix.rstrip('.')}' has spec "
-            f"{text}, but this module is {self._spec_text}. Build the module for that spec, or "
-            "load with torchq.load."
+            f"{text[:500]}, but this module is {self._spec_text[:500]}. Build the module for that "
+            "spec, or load with torchq.load."
         )
 
     def check_conversion(self, fn: Callable[[Tensor], Tensor], where: str = "") -> None:
@@ -370,6 +377,10 @@ class QModule(nn.Module):
         return quantize_boundary(src, scale, zero_point, code, low, high)
 
 
+def _no_parameter(value: Any) -> Any:
+    return value.detach() if type(value) is nn.Parameter else value
+
+
 def text_bytes(text: Tensor) -> bytes:
     """Return the text that a uint8 tensor holds; a list of its values would be eight times it."""
     flat = text.detach().contiguous().view(-1).view(torch.uint8)
@@ -407,7 +418,7 @@ def _values_text(values: Tensor) -> str:
 def _uncalibrated(text: str) -> object:
     """Return the fields of a spec, without the numbers in its post-ops that calibration chose."""
     try:
-        fields = json.loads(text)
+        fields = read_json(text.encode())
         return fields | {"post_ops": list(map(_without_numbers, fields["post_ops"].split("+")))}
     except (AttributeError, KeyError, TypeError, ValueError):  # no post-ops, or no spec
         return text

@@ -188,8 +188,8 @@ def _header(file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
         metadata = header.get(_METADATA, {})
         texts = [*metadata, *metadata.values()]
         formed = all(isinstance(text, str) for text in texts) and all(
-            entry["dtype"] in _DTYPES and all(_is_size(n) for n in entry["shape"])
-            and len(entry["data_offsets"]) == 2 and all(_is_size(n) for n in entry["data_offsets"])
+            entry["dtype"] in _DTYPES and _are_sizes(entry["shape"])
+            and _are_sizes(entry["data_offsets"]) and len(entry["data_offsets"]) == 2
             and len(name) <= _LONGEST_NAME and name.count(".") < _DEEPEST_NAME
             for name, entry in header.items() if name != _METADATA
         )  # fmt: skip
@@ -208,8 +208,8 @@ def _check_version(version: str) -> None:
         )
 
 
-def _is_size(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**63
+def _are_sizes(values: object) -> bool:
+    return type(values) is list and all(type(n) is int and 0 <= n < 2**63 for n in values)
 
 
 _Take = Callable[[int, int], Tensor]

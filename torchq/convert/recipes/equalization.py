@@ -20,6 +20,7 @@ from torchq.capture.graph import aten_name
 from torchq.capture.ops import Role, shape_of
 from torchq.convert.settled import Seen, Settled
 from torchq.convert.watching import Watch, watched_channels
+from torchq.nn.batch_norm import channels
 from torchq.planning.layers import Layer
 from torchq.planning.plan import Plan
 from torchq.quantization.qparams import QParams
@@ -57,11 +58,12 @@ def between_layers(seen: Seen) -> dict[fx.Node, Between]:
     """Return by root how a group is quantized whose channels have scales of their own."""
     found, sizes = {}, dict[fx.Node, Tensor]()
     for first, second in pairs(seen.plan):
-        channels = seen.channels(first.dst, channel_axis(first))
-        if channels is None:
+        assert first.op.module is not None
+        seen_channels = seen.channels(first.dst, channel_axis(first), channels(first.op.module))
+        if seen_channels is None:
             continue
         given, symmetric = seen.qparams(first.dst), seen.config(first.dst).symmetric
-        low, high = channels.min_value, channels.max_value
+        low, high = seen_channels.min_value, seen_channels.max_value
         before = sizes.get(seen.plan.root(first.srcs[0]))
         largest = magnitudes(first, torch.maximum(low.abs(), high.abs()), before)
         sizes[first.dst] = largest

@@ -126,11 +126,11 @@ def _singles(plan: Plan) -> set[fx.Node]:
 
 def _smoothed(settled: Settled, node: fx.Node, layers: list[Layer]) -> Settled:
     """Return the plan with factors for the channels of a value, where they are worth it."""
-    seen = settled.seen.channels(node, -1)
+    weights = [_weight(layer) for layer in layers]
+    seen = settled.seen.channels(node, -1, weights[0].shape[1])
     if seen is None:
         return settled
     low, high = seen.min_value, seen.max_value
-    weights = [_weight(layer) for layer in layers]
     weight = torch.cat(weights) if len(weights) > 1 else weights[0]
     alpha, factors, error = static_smoothing(low, high, weight)
     if error > _WORTH:
@@ -154,7 +154,8 @@ def _split(settled: Settled, hidden: Hidden) -> Settled:
     The ranges of the others then clip these; the layers apart compute what is clipped off.
     """
     ends = hidden.first.dst, hidden.function.dst
-    before, after = (settled.seen.channels(node, -1) for node in ends)
+    count = _weight(hidden.second).shape[1]
+    before, after = (settled.seen.channels(node, -1, count) for node in ends)
     if before is None or after is None:
         return settled
     squares = _weight(hidden.second).square().sum(0)

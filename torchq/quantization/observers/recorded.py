@@ -59,6 +59,12 @@ def replaced(observer: Observer, given: Recorded) -> Observer:
     Raises:
         ValueError: no such observer records this.
     """
+    own = observer.state_dict()
+    for key, value in given.state.items():
+        if key in own and value.dtype != own[key].dtype:
+            raise ValueError(f"'{key}' must be {own[key].dtype}, got {value.dtype}")
+    if given.elsewhere and given.state.keys() <= {"min_value", "max_value"}:
+        raise ValueError("it has recorded nothing, and says that it has")
     made = restore(copy.deepcopy(observer), given)
     made.check_state()
     return made
