@@ -208,7 +208,8 @@ def _both_names(model: nn.Module, names: Iterable[str]) -> list[str]:
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    empty, suffix, found = torch.empty(0), ".weight", dict[str, None]()
+    empty = torch.empty(0, dtype=torch.float32, device="cpu")
+    suffix, found = ".weight", dict[str, None]()
     for name in names:
         stored = revert_weight_conversion(model, {f"{name}{suffix}": empty})
         found |= dict.fromkeys([name, *(key.removesuffix(suffix) for key in stored)])
