@@ -191,7 +191,8 @@ def test_half_state_is_refused(assign: bool) -> None:
     state = {k: v.half() if v.is_floating_point() else v for k, v in module.state_dict().items()}
     model = nn.Sequential(module)
     state = {f"0.{key}": value for key, value in state.items()}
-    with pytest.raises(RuntimeError, match=r"'0.src_scale' of the state must be a dense tensor of torch.float32"):
+    told = r"'0.src_scale' of the state must be a dense tensor of torch.float32, got torch.float16"
+    with pytest.raises(RuntimeError, match=told):
         model.load_state_dict(state, assign=assign)
 
 
