@@ -9,7 +9,7 @@ ARG TORCH_INDEX=
 RUN pip install --no-cache-dir "torch>=2.13,<2.16" numpy ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"}
 
 COPY dist/*.whl /tmp/
-RUN pip install --no-cache-dir /tmp/*.whl && rm /tmp/*.whl
+RUN pip install --no-cache-dir /tmp/*_$(uname -m).whl && rm /tmp/*.whl
 
 COPY examples/service/app.py examples/service/worker.py /srv/
 RUN useradd --create-home app

@@ -130,7 +130,7 @@ wheel-aarch64: $(VENV)/.wheel  ## dist/: the wheel for AArch64, built here (Debi
 	$(call build_wheel,aarch64,_PYTHON_HOST_PLATFORM=linux-aarch64 CXX=aarch64-linux-gnu-g++ \
 	  TORCHQ_TORCH=$(CURDIR)/build/aarch64/root/usr/lib/python3/dist-packages/torch)
 
-wheel-test-aarch64: $(LIBRARY)  ## That wheel in an emulator: the same bits as here; takes half an hour
+wheel-test-aarch64: $(LIBRARY)  ## That wheel in an emulator: the same bits as here; takes a quarter of an hour
 	$(BIN)/python tests/wheel/aarch64.py test dist/*_aarch64.whl
 
 lint: $(VENV)/.lint  ## ruff, mypy and clang-format, with the versions pinned in pyproject.toml

@@ -49,6 +49,20 @@ def test_parameters_in_place_of_buffers(kind: str, name: str) -> None:
         qmodel.load_state_dict(forged, assign=True)
 
 
+@pytest.mark.parametrize("kind", ["lstm", "embedding"])
+def test_parameters_of_other_modules(kind: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.LSTM(64, 16) if kind == "lstm" else nn.Embedding(40, 16)
+    x = X[:, None] if kind == "lstm" else torch.arange(40)
+    config = torchq.QConfig(embedding_bits=8)
+    qmodel = torchq.quantize(nn.Sequential(layer).eval(), [x], x, config)
+    expected = torch.utils._pytree.tree_leaves(qmodel(x))
+    state = {key: nn.Parameter(value, False) for key, value in qmodel.state_dict().items()}
+    qmodel.load_state_dict(state, assign=True)
+    results = torch.utils._pytree.tree_leaves(qmodel(x))
+    assert all(map(torch.equal, results, expected))
+
+
 @pytest.mark.parametrize(
     "value", [3, torch.zeros(16).to_sparse(), torch.zeros(16, dtype=torch.float64)]
 )

@@ -52,7 +52,8 @@ CPU revision\t: 1
 
 def make_root() -> None:
     """Downloads and unpacks Debian's packages and torch."""
-    if (STUBS / "done").exists():
+    done = STUBS / "done"
+    if done.exists() and done.read_text() == TORCH[0]:
         return
     shutil.rmtree(WORK, ignore_errors=True)
     for folder in ("lists/partial", "cache/archives/partial", "packages"):
@@ -81,7 +82,7 @@ def make_root() -> None:
     (ROOT / "proc").mkdir()
     (ROOT / "proc/cpuinfo").write_text(CPU_INFO)
     write_stubs(PACKAGES / "torch/lib", PYTHON, STUBS, "aarch64-linux-gnu-", SYSTEM)
-    (STUBS / "done").touch()
+    done.write_text(TORCH[0])
 
 
 def install(*packages: str) -> None:
@@ -116,7 +117,7 @@ def test(wheel: Path) -> list[str]:
         digests = json.loads(emulated(cpu, SMOKE, "read", here))
         print(f"{cpu}: {digests}", flush=True)
         problems += [f"{cpu}: {key}" for key in expected if digests.get(key) != expected[key]]
-    theirs = json.loads(emulated(cpu, SMOKE, "write", there))
+    theirs = json.loads(emulated([*CPUS][-1], SMOKE, "write", there))
     digests = json.loads(output(*run_here, "read", there, PYTHONPATH=str(REPOSITORY)))
     problems += [f"saved there: {key}" for key in theirs if digests.get(key) != theirs[key]]
     return problems

@@ -205,17 +205,15 @@ def _targets_of_4_bits(scheme: dict[str, Any]) -> set[str]:
     Beside int8 ones, 4-bit integers of a byte with one scale a row are taken for int8 ones, unless
     the scheme names their layers.
     """
-    found, groups = set[str](), scheme["config_groups"].items()
-    has_4 = [
-        name.startswith("W4")
-        if isinstance(group, list)
-        else (group.get("weights") or {}).get("num_bits") == 4
-        for name, group in groups
-    ]
-    for (_, group), is_4 in zip(groups, has_4, strict=True):
-        named = group if isinstance(group, list) else group.get("targets") or []
-        found |= set(map(str, named)) if is_4 else set()
-    return found | ({""} if all(has_4) else set())
+    found, are_all = set[str](), True
+    for name, group in scheme["config_groups"].items():
+        is_preset = isinstance(group, list)
+        bits = 0 if is_preset else (group.get("weights") or {}).get("num_bits")
+        has_4 = name.startswith("W4") if is_preset else bits == 4
+        are_all &= has_4
+        if has_4:
+            found.update(map(str, group if is_preset else group.get("targets") or []))
+    return found | ({""} if are_all else set())
 
 
 def _why_not(group: dict[str, Any], form: str) -> list[str]:
@@ -284,8 +282,8 @@ def _read_layers(folder: Path, files: Iterable[Path], scheme: dict[str, Any]) ->
     targets = _targets_of_4_bits(scheme)
     for name in names:
         has_groups = small[f"{name}{_SCALE}"].shape[1:].numel() > 1
-        has_groups |= "" in targets or name in targets
-        if has_groups or f"{name}.weight_packed" in shapes:
+        is_named = "" in targets or name in targets
+        if has_groups or is_named or f"{name}.weight_packed" in shapes:
             found[name] = _int4_layer(folder, name, shapes, small, places[name])
         else:
             found[name] = _layer(folder, name, shapes, small)
