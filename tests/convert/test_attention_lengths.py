@@ -12,6 +12,7 @@ from flows import names
 from torch import Tensor, nn
 
 import torchq
+from torchq.report import reasons
 
 HEADS, WIDTH = 4, 64
 
@@ -100,3 +101,75 @@ def test_operands_of_einsums_have_sizes() -> None:
     assert "QAttention" in names(converted)
     reasons = {row.name: row.reason for row in torchq.explain(converted).rows}
     assert "depends on sizes" in reasons["out"] and "depends" not in reasons["qkv"]
+
+
+class WithState(nn.Module):
+    """A decoder in small: it returns an object with its keys, so no graph holds the whole."""
+
+    class State:
+        def __init__(self, seen: Tensor) -> None:
+            self.seen = seen
+
+    def __init__(self, spelled: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm, self.spelled = nn.LayerNorm(WIDTH), spelled
+
+    def forward(self, x: Tensor) -> tuple[Tensor, State]:
+        b, t, c = x.shape
+        q, k, v = (f(x).view(b, t, HEADS, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
+        if self.spelled:
+            mixed = torch.matmul((q @ k.mT / 4).softmax(-1).to(v.dtype), v)
+        else:
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        mixed = mixed.transpose(1, 2).reshape(b, t, c).contiguous()
+        return self.norm(x + self.out(mixed)), self.State(k)
+
+
+@pytest.mark.parametrize("spelled", [False, True])
+def test_the_models_own_code_attends(spelled: bool) -> None:
+    """What reads an average in code without a graph is dynamic, as in a graph."""
+    torch.manual_seed(0)
+    model, mean = WithState(spelled).eval(), torch.randn(WIDTH)
+    data = [torch.randn(2, 500, WIDTH) + mean for _ in range(3)]
+    converted = torchq.quantize(model, data)
+    report = torchq.explain(converted)
+    assert not report.graphs
+    rows = {row.name: row for row in report.rows}
+    assert rows["out"].quantized
+    assert rows["out"].reason == f"{reasons.DYNAMIC}{reasons.LENGTH}"
+    assert {rows[name].reason for name in "qkv"} == {""}
+    assert type(converted.out).__name__ == "QuantizedLeaf"
+    with torch.no_grad():
+        few, many = (
+            torchq.sqnr(model(x)[0], converted(x)[0])
+            for length in (4, 500)
+            for x in [torch.randn(8, length, WIDTH) + mean]
+        )
+    assert few > many - 3
+
+
+def test_an_override_keeps_such_a_layer_static() -> None:
+    model, data = WithState(False).eval(), [torch.randn(2, 75, WIDTH) for _ in range(3)]
+    converted = torchq.quantize(model, data, overrides={"out": torchq.QConfig()})
+    rows = {row.name: row.reason for row in torchq.explain(converted).rows}
+    assert rows["out"] == ""
+
+
+class FixedLength(Attention):
+    """Its positions are parameters, so each call has as many as the example."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda m, s: (s / 4).softmax(-1))
+        self.positions = nn.Parameter(torch.randn(20, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.positions)
+
+
+def test_graph_and_layer_agree_where_the_length_is_fixed() -> None:
+    """The graph has one scale for the average, and so has the layer: they share the weight."""
+    converted = torchq.quantize(FixedLength().eval(), [torch.randn(2, 20, WIDTH) for _ in "abc"])
+    rows = {row.name: row.reason for row in torchq.explain(converted).rows}
+    assert rows["out"] == ""
+    assert "Dynamic" not in repr(converted)

@@ -10,11 +10,20 @@ from torchq.capture.graph import Captured, Meta
 
 
 def one_layer(
-    layer: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype | None
+    layer: nn.Module,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None,
+    degree: float = 0.0,
 ) -> Captured:
     """Return the graph of one call of a layer with a tensor of this shape and dtype.
 
-    ``name`` is qualified, of the layer in the model; "" where it is the model.
+    Args:
+        layer: of the model.
+        name: qualified, of the layer in the model; "" where it is the model.
+        shape: of the source.
+        dtype: of the source.
+        degree: how the range of the source grows with sizes; see :mod:`torchq.planning.lengths`.
     """
     parent, _, own = name.rpartition(".")
     model = nn.Module() if own else layer
@@ -28,5 +37,6 @@ def one_layer(
             value=Meta(shape, dtype), aten=None, owner="", scope=parent, varying=True,
             static=False, positional=False, sizes=(), phase=None, line=None,
         )  # fmt: skip
+    src.meta["degree"] = degree
     graph.output(dst).meta.update(scope="", varying=True, static=False, positional=False)
     return Captured(graph, model, f"{parent}." if parent else "")

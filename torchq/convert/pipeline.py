@@ -42,6 +42,7 @@ from torchq.models.inputs import Inputs, Model, check_fit, split_inputs, without
 from torchq.nn.leaf import take_hooks
 from torchq.nn.packed_weights import PackedWeights
 from torchq.planning.passes import decided
+from torchq.planning.plan import Plan
 from torchq.quantization.config import Overrides, QConfig
 from torchq.report.rows import Row, Weight, check_strict
 
@@ -106,11 +107,14 @@ def _prepared(
     float_model = without_observers(plain_copy(model, shared))
     float_model, tables = with_tables(float_model, config, overrides)
     prepared = prepare_settled(float_model, args, kwargs, config, overrides, bool(shared))
-    for leaf in prepared.modules():
-        if isinstance(leaf, ObservedLeaf):
-            leaf.watch(watches(plan_of(leaf)))
     parts = find_parts(float_model, args, kwargs) if capture else Parts()
-    graphs = {part: _graph(part, prepared, config, overrides) for part in parts.found}
+    plans = {part: _plan(part, prepared, config, overrides) for part in parts.found}
+    static = {name for plan in plans.values() for name in plan.layer_names}
+    for name, leaf in prepared.named_modules():
+        if isinstance(leaf, ObservedLeaf):
+            leaf.degree = 0.0 if name in static else leaf.degree  # as the graph has it
+            leaf.watch(watches(plan_of(leaf)))
+    graphs = {part: _graph(plan, prepared) for part, plan in plans.items()}
     for part, graph in graphs.items():
         if graph.plan.multiplies:
             _attach(graph, part, prepared, config)
@@ -124,12 +128,14 @@ def _prepared(
     return cast(Model, prepared)
 
 
-def _graph(
-    part: Part, prepared: nn.Module, config: QConfig, overrides: Overrides | None
-) -> Prepared:
-    """Return the observed graph of a part."""
+def _plan(part: Part, prepared: nn.Module, config: QConfig, overrides: Overrides | None) -> Plan:
+    """Return what is decided of the graph of a part."""
     share_rows(part.captured.model, prepared.get_submodule(part.name))
-    plan = decided(part.captured, config, overrides)
+    return decided(part.captured, config, overrides)
+
+
+def _graph(plan: Plan, prepared: nn.Module) -> Prepared:
+    """Return the observed graph of a plan."""
     opaque = {name: prepared.get_submodule(f"{plan.prefix}{name}") for name in plan.self_contained}
     leaves = {n: leaf for n, leaf in prepared.named_modules() if isinstance(leaf, ObservedLeaf)}
     samples = {name: leaf.sample for name, leaf in leaves.items() if leaf.sample is not None}

@@ -28,12 +28,12 @@ from torchq.planning.plan import Plan
 from torchq.report import reasons
 
 _SYMBOL = re.compile(r"\b[su]\d+\b(?:\*\*(\d+))?")
-_FRESH = (
+FRESH = (
     *("layer_norm", "native_layer_norm", "rms_norm", "group_norm", "instance_norm"),
     *("embedding", "embedding_bag", "one_hot", "arange", "zeros_like", "ones_like"),
 )
 _BOUNDED = ("sigmoid", "tanh", "sin", "cos", "erf", "hardsigmoid", "hardtanh", "relu6", "sign")
-_SOFTMAX = ("softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax")
+SOFTMAX = ("softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax")
 _SUMS = ("sum", "nansum", "cumsum", "logsumexp", "logcumsumexp")
 _NORMS = ("norm", "linalg_norm", "linalg_vector_norm", "frobenius_norm")
 _CONTRACTIONS = ("matmul", "linalg_matmul", "bmm", "mm", "mv", "dot", "einsum")
@@ -101,13 +101,18 @@ class _Ranges:
         self._ops, self._found = ops, dict[fx.Node, _Range]()
 
     def of(self, value: Any) -> _Range:
-        """Return the range of a value; that of an input, constant or number has degree 0."""
-        return self._found.get(value, _Range()) if isinstance(value, fx.Node) else _Range()
+        """Return the range of a value; that of a constant or number has degree 0.
+
+        So has that of an input, unless it is the source of one layer, of which more is known.
+        """
+        if not isinstance(value, fx.Node):
+            return _Range()
+        return self._found.get(value) or _Range(value.meta.get("degree", 0.0))
 
     def add(self, node: fx.Node) -> None:
         """Find the range of what a call gives."""
         name, op = function_name(node), self._ops[node]
-        if node.op == "call_module" or name in _FRESH or node.meta["value"].dtype is torch.bool:
+        if node.op == "call_module" or name in FRESH or node.meta["value"].dtype is torch.bool:
             return
         first, second, *_ = [*map(self.of, node.args), _Range(), _Range()]
         if isinstance(op.module, Attention):
@@ -116,7 +121,7 @@ class _Ranges:
             found = _Range(_of_sizes(node.args[0], node.args[1:]))
         elif name in _CONTRACTIONS:
             found = _Range(self._contraction(node, name))
-        elif name in (*_SOFTMAX, *_SUMS, *_NORMS):
+        elif name in (*SOFTMAX, *_SUMS, *_NORMS):
             found = self._along_dims(node, name)
         elif name in (*_PRODUCTS, *_QUOTIENTS):
             sign = 1 if name in _PRODUCTS else -1
@@ -149,7 +154,7 @@ class _Ranges:
         a = arguments_of(node)
         degree, dims = self.of(a.nodes["input"]).degree, a.get("dim")
         count = _of_sizes(a.nodes["input"], () if dims is None else dims)
-        if name in _SOFTMAX:
+        if name in SOFTMAX:
             return _Range(-count, True)
         if name in _SUMS:
             return _Range(degree + count)

@@ -21,6 +21,7 @@ from torchq.models.state import same_numbers, twin
 from torchq.models.trees import copied
 from torchq.nn.batch_norm import TRANSPOSED
 from torchq.nn.float_modules import is_experts
+from torchq.planning.lengths import FRESH, SOFTMAX
 from torchq.quantization.recipes.phases import largest_phase
 
 
@@ -49,6 +50,7 @@ class Recording:
         calls: of leaves.
         read: leaves that are not called, but whose parameters are used.
         phases: leaves behind which functions of angles are -> the largest angle.
+        averages: linear leaves that read what attention gives, averages over positions.
         macs: parameters that products read -> multiplications on this example; empty where the
             model does not run while they are counted.
         results: float tensors that the call gave.
@@ -58,6 +60,7 @@ class Recording:
     calls: dict[str, list[Call]] = field(default_factory=lambda: defaultdict(list))
     read: set[str] = field(default_factory=set)
     phases: dict[str, float] = field(default_factory=dict)
+    averages: set[str] = field(default_factory=set)
     macs: Mapping[str, int] = field(default_factory=dict)
     results: list[Tensor] = field(default_factory=list)
 
@@ -65,7 +68,8 @@ class Recording:
 class _Reads(TorchFunctionMode):
     """Notes the tensors that functions of torch get, and angles that are made of leaves' results.
 
-    A tensor knows the one leaf that it is made of, without a product.
+    A tensor knows the one leaf that it is made of, without a product, and whether it is made of
+    weights of a softmax, or of averages by such weights.
     """
 
     def __init__(self, phases: dict[str, float]) -> None:
@@ -84,10 +88,11 @@ class _Reads(TorchFunctionMode):
         leaves = tree_leaves((args, kwargs))
         self.seen.update(map(id, leaves))
         result = func(*args, **kwargs)
-        origins = {_origin(x) for x in leaves if isinstance(x, Tensor)} - {""}
+        tensors, name = [x for x in leaves if isinstance(x, Tensor)], getattr(func, "__name__", "")
+        self._note_kind(name, tensors, result)
+        origins = {_origin(x) for x in tensors} - {""}
         if len(origins) == 1:
             (origin,) = origins
-            name = getattr(func, "__name__", "")
             angle = largest_phase(name.strip("_"), args)
             if angle is not None:
                 self.phases[origin] = max(angle, self.phases.get(origin, 0.0))
@@ -96,8 +101,34 @@ class _Reads(TorchFunctionMode):
                     vars(made)["_torchq_origin"] = origin
         return result
 
+    def _note_kind(self, name: str, read: list[Tensor], result: object) -> None:
+        kinds = {_kind(x) for x in read if x.is_floating_point()}
+        if name in SOFTMAX:
+            kind = _WEIGHTS
+        elif name == "scaled_dot_product_attention" or (name in _PRODUCTS and _WEIGHTS in kinds):
+            kind = _AVERAGES
+        elif name in (*_PRODUCTS, *FRESH) or (name in _SUMS and "" in kinds):
+            kind = ""
+        else:
+            kind = max(kinds, default="")
+        if not kind:
+            return
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor):
+                vars(made)["_torchq_kind"] = kind
 
-_PRODUCTS = ("linear", "matmul", "__matmul__", "mm", "bmm", "einsum", "conv1d", "conv2d", "conv3d")
+
+_WEIGHTS, _AVERAGES = "weights", "averages"
+_SUMS = ("add", "sub", "__add__", "__radd__", "__sub__", "__rsub__", "cat")
+_PRODUCTS = (
+    *("linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "einsum"),
+    *("conv1d", "conv2d", "conv3d"),
+)
+
+
+def _kind(tensor: Tensor) -> str:
+    """Return whether it is made of weights of a softmax, or of averages by them, or ""."""
+    return str(getattr(tensor, "_torchq_kind", ""))
 
 
 def _origin(tensor: Tensor) -> str:
@@ -146,7 +177,7 @@ def _recorded(
     args, kwargs = given
     with torch.inference_mode(False), torch.no_grad(), same_numbers(), ExitStack() as stack:
         for name in recording.leaves:
-            hook = _noting(name, recording.calls[name])
+            hook = _noting(name, recording)
             handle = run.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
             stack.callback(handle.remove)
         stack.enter_context(counting)
@@ -159,7 +190,9 @@ def _recorded(
     return recording
 
 
-def _noting(name: str, calls: list[Call]) -> Callable[..., None]:
+def _noting(name: str, recording: Recording) -> Callable[..., None]:
+    is_linear = isinstance(recording.leaves[name], nn.Linear)
+
     def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         if isinstance(result, Tensor):
             vars(result)["_torchq_origin"] = name
@@ -167,7 +200,9 @@ def _noting(name: str, calls: list[Call]) -> Callable[..., None]:
         known = ["input", "output_size"] if isinstance(module, TRANSPOSED) else ["input"]
         more = len(args) > len(known) or bool(kwargs.keys() - {*known})
         shape = tuple(tensors[0].shape) if tensors else ()
-        calls.append(Call(frozenset(x.dtype for x in tensors), shape, more))
+        if is_linear and any(_kind(x) == _AVERAGES for x in tensors):
+            recording.averages.add(name)
+        recording.calls[name].append(Call(frozenset(x.dtype for x in tensors), shape, more))
 
     return hook
 

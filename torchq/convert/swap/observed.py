@@ -37,6 +37,7 @@ class ObservedLeaf(Leaf):
         name: qualified, of the float module.
         chosen: whether an override gives the configuration.
         contiguous: make the result contiguous, for code that calls ``view``.
+        degree: how the range of the source grows with sizes; see :mod:`torchq.planning.lengths`.
     """
 
     observer: Observer | None
@@ -51,11 +52,12 @@ class ObservedLeaf(Leaf):
         name: str = "",
         chosen: bool = False,
         contiguous: bool = False,
+        degree: float = 0.0,
     ) -> None:
         """Start without data."""
         super().__init__()
         self.module, self.config, self.name = module, config, name
-        self.chosen, self.contiguous = chosen, contiguous
+        self.chosen, self.contiguous, self.degree = chosen, contiguous, degree
         self.observer = self.sample = self.rows = self.channels = None
         self._fix(constants_of(module))
 

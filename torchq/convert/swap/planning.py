@@ -34,7 +34,7 @@ class Leaves:
 
     Attributes:
         recording: the run of the float model.
-        reasons: leaf that was called -> why it stays float, or "".
+        reasons: leaf that was called -> why it stays float or is dynamic, or "".
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Leaves:
         self.recording = recording
         self._model, self._config, self._overrides = model, config, overrides
         self.reasons = {
-            name: self._why_float(name)
+            name: self._decided(name)
             for name, layer in recording.leaves.items()
             if (isinstance(layer, (*MATMUL, *RECURRENT)) or is_experts(layer))
             and recording.calls[name]
@@ -57,7 +57,7 @@ class Leaves:
     @property
     def quantized(self) -> list[str]:
         """Names of the leaves that become int8."""
-        return [name for name, reason in self.reasons.items() if not reason]
+        return [name for name, reason in self.reasons.items() if _is_quantized(reason)]
 
     def config(self, name: str) -> QConfig | None:
         """Return how to quantize a module; None keeps it float."""
@@ -76,7 +76,9 @@ class Leaves:
             leaf = (
                 observed(layer, config, name)
                 if isinstance(layer, RECURRENT) or is_experts(layer)
-                else ObservedLeaf(layer, config, name, self._is_chosen(name), contiguous)
+                else ObservedLeaf(
+                    layer, config, name, self._is_chosen(name), contiguous, self._degree(name)
+                )
             )
             if self._is_chosen(name) and isinstance(leaf, ObservedRNN | ObservedRNNCell):
                 leaf.rows = None  # an override says how
@@ -87,7 +89,11 @@ class Leaves:
         """Return whether an override gives a module its configuration."""
         return resolve(self._overrides, name, None) is not None
 
-    def _why_float(self, name: str) -> str:
+    def _degree(self, name: str) -> float:
+        """Return how the range of a leaf's source grows with sizes of the input."""
+        return -0.5 if name in self.recording.averages else 0.0
+
+    def _decided(self, name: str) -> str:
         config, layer = self.config(name), self.recording.leaves[name]
         calls = self.recording.calls[name]
         dtypes = {dtype for call in calls for dtype in call.dtypes}
@@ -102,8 +108,8 @@ class Leaves:
         if why := why_coarse(self.recording.phases.get(name)):
             return why
         for shape, dtype in {(call.shape, dtype) for call in calls for dtype in call.dtypes}:
-            captured = one_layer(layer, name, shape, dtype)
-            if why := _why_float(decided(captured, self._config, self._overrides)):
+            captured = one_layer(layer, name, shape, dtype, self._degree(name))
+            if why := _why(decided(captured, self._config, self._overrides)):
                 return why
         return ""
 
@@ -111,15 +117,20 @@ class Leaves:
 def plan_of(leaf: ObservedLeaf) -> Plan:
     """Return what is decided of an observed leaf alone."""
     weight = leaf.module.get_parameter("weight")
-    captured = one_layer(leaf.module, leaf.name, (1,) * weight.dim(), weight.dtype)
+    shape = (1,) * weight.dim()
+    captured = one_layer(leaf.module, leaf.name, shape, weight.dtype, leaf.degree)
     overrides = {escape(leaf.name): leaf.config} if leaf.chosen else None
     return decided(captured, leaf.config, overrides)
 
 
-def _why_float(plan: Plan) -> str:
-    """Return why the layer of a plan stays float, or ""."""
-    reasons = [op.reason for op in plan.ops.values() if op.role is Role.OPAQUE]
-    return next(filter(None, [*reasons, *(layer.reason for layer in plan.layers)]), "")
+def _why(plan: Plan) -> str:
+    """Return why the layer of a plan stays float or is dynamic, or ""."""
+    found = [op.reason for op in plan.ops.values() if op.role in (Role.OPAQUE, Role.DYNAMIC)]
+    return next(filter(None, [*found, *(layer.reason for layer in plan.layers)]), "")
+
+
+def _is_quantized(reason: str | None) -> bool:
+    return reason == "" or (reason is not None and reason.startswith(reasons.DYNAMIC))
 
 
 def report_rows(model: nn.Module, plan: Leaves) -> list[Row]:
@@ -142,7 +153,7 @@ def _row(name: str, module: nn.Module, plan: Leaves) -> Row:
     requested = plan.config(name) is None
     own = module.named_parameters(recurse=is_matmul)
     weights = tuple(f"{name}.{key}".lstrip(".") for key, _ in own)
-    row = Row(name, kind, known == "", reason, name, is_matmul, requested, max(calls, 1))
+    row = Row(name, kind, _is_quantized(known), reason, name, is_matmul, requested, max(calls, 1))
     return replace(row, weights=weights)
 
 
