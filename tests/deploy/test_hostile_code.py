@@ -142,3 +142,94 @@ def test_text_of_another_encoding_imports_no_decoder(tmp_path: Path) -> None:
     write_tensors("test", path, tensors, metadata)
     with pytest.raises(ValueError, match="spec must be the JSON text"):
         torchq.load(path, Net().eval())
+
+
+WIDE = "\uff46orward"
+"""``forward`` with a first letter that Python reads as f."""
+CELL = {"input_size": 1, "hidden_size": 1, "bias": False, "nonlinearity": "tanh"}
+
+
+def _graph_file(path: Path, nodes: list[Any], tensors: dict[str, Tensor] | None = None) -> None:
+    """Write a graph of ``x``, which returns the last of some nodes."""
+    first, last = ["placeholder", "x", "x", [], {"dict": {}}], [{"node": nodes[-1][1]}]
+    nodes = [first, *nodes, ["output", "output", "output", last, {"dict": {}}]]
+    text = json.dumps({"version": 3, "name": "Graph", "nodes": nodes}).encode()
+    write_tensors(
+        "test", path, {**(tensors or {}), "torchq_graph": torch.tensor(list(text)).byte()}
+    )
+
+
+def _calls(target: str, *args: Any, check: str = "torchq_check_1") -> list[Any]:
+    """Return nodes that call a float module of this name, as a check of arguments, and a result."""
+    plain = {"class": "RNNCell", "fields": CELL}
+    call = ["call_module", check, target, list(args), {"dict": {}}, "a", plain]
+    return [call, ["call_function", "y", "torch.relu", [{"node": "x"}], {"dict": {}}]]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        *(f"{WIDE}.__globals__.get", "\uff3f_setattr__", f"a.{WIDE}", "a.forward", "forward"),
+        *("_modules", "training", "meta", "_graph", "_run", "_forward_hooks", "a.reset_parameters"),
+        *("a.weight_ih.add_", "a.input_size"),
+    ],
+)
+def test_names_of_what_is_no_module(target: str, tmp_path: Path) -> None:
+    """The code of checks has modules as attributes, and an attribute of another kind is first."""
+    names = {target, *(["a"] if target.startswith("a.") else [])}
+    tensors = {f"{n}.{w}": torch.zeros(1, 1) for n in names for w in ("weight_ih", "weight_hh")}
+    _graph_file(tmp_path / "file", _calls("a", {"node": "x"}, check="torchq_check_0")[:1]
+                + _calls(target, "torch"), tensors)  # fmt: skip
+    with pytest.raises(ValueError, match=r"must be names of Python|file"):
+        torchq.load(tmp_path / "file")
+
+
+def test_modules_of_such_a_file_are_called(tmp_path: Path) -> None:
+    """The names above are what is wrong with it."""
+    names = ("a", "b.c", "b-c")
+    cells = {f"{n}.{w}": torch.ones(1, 1) for n in names for w in ("weight_ih", "weight_hh")}
+    nodes = [node for i, n in enumerate(names) for node in _calls(n, {"node": "x"}, check=f"z{i}")]
+    kept = [node for node in nodes if node[1] != "y"] + [nodes[-1]]
+    _graph_file(tmp_path / "file", kept, cells)
+    assert torch.equal(torchq.load(tmp_path / "file")(torch.ones(2, 1)), torch.ones(2, 1))
+
+
+@pytest.mark.parametrize("name", ["torch._inductor", "aten::_inductor.default", "torch.onnx"])
+def test_no_attribute_of_torch_is_asked_for_by_a_name_of_a_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[str]()
+    monkeypatch.setattr(torch, "__getattr__", asked.append)
+    _graph_file(tmp_path / "file", [["call_function", "y", name, [{"node": "x"}], {"dict": {}}]])
+    with pytest.raises(ValueError, match="which is not allowed"):
+        torchq.load(tmp_path / "file")
+    assert not asked
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("aten::native_group_norm.default", [None, None, 1, 1 << 33, 1 << 31, 4, 1e-5]),
+        ("aten::native_group_norm.default", [None, None, 2, 4, 1 << 62, 2, 1e-5]),
+        ("aten::to.prim_dtype", [128]),
+        ("aten::to.prim_dtype", [-1]),
+        ("torch.to", [128]),
+    ],
+)
+def test_functions_that_torch_does_not_check(name: str, args: list[Any], tmp_path: Path) -> None:
+    node = ["call_function", "y", name, [{"node": "x"}, *args], {"dict": {}}]
+    tail = ["call_function", "z", "operator.getitem", [{"node": "y"}, 0], {"dict": {}}]
+    _graph_file(tmp_path / "file", [node, tail] if "norm" in name else [node])
+    with pytest.raises(ValueError, match=r"must be those of|which is not|other arguments"):
+        torchq.load(tmp_path / "file")(torch.zeros(0) if "norm" in name else torch.zeros(2))
+
+
+def test_group_norm_by_its_native_name(tmp_path: Path) -> None:
+    x = torch.randn(2, 6, 5)
+    args = [{"node": "x"}, None, None, 2, 6, 5, 3, 1e-5]
+    norm = ["call_function", "y", "aten::native_group_norm.default", args, {"dict": {}}]
+    tail = ["call_function", "z", "operator.getitem", [{"node": "y"}, 0], {"dict": {}}]
+    _graph_file(tmp_path / "file", [norm, tail])
+    assert torch.equal(torchq.load(tmp_path / "file")(x), nn.functional.group_norm(x, 3))
+    scripted = torch.jit.script(torchq.load(tmp_path / "file"))
+    assert torch.equal(scripted(x), nn.functional.group_norm(x, 3))

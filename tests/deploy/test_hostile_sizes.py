@@ -58,7 +58,7 @@ def test_sizes_that_the_file_has_no_tensors_for(name: str, tmp_path: Path) -> No
         spec = json.loads(bytes(tensors[key].numpy()))
         tensors[key] = torch.tensor(list(json.dumps(_larger(spec)).encode()), dtype=torch.uint8)
     write_tensors("test", path, tensors, metadata)
-    with pytest.raises(ValueError, match="than its tensors allow, got") as error:
+    with pytest.raises(ValueError, match="than its tensors allow, ") as error:
         torchq.load(path, nn.Sequential(make()))
     assert str(path) in str(error.value)
 
@@ -116,7 +116,7 @@ def test_specs_of_more_modules_than_the_file_allows(
         f"{i}.spec": torch.tensor(list(text), dtype=torch.uint8) for i, text in enumerate(texts)
     }
     write_tensors("test", tmp_path / "file", many)
-    with pytest.raises(ValueError, match="no more modules than its tensors allow, 1000 and one"):
+    with pytest.raises(ValueError, match="no more modules than its tensors allow, 1000 and 0"):
         torchq.load(tmp_path / "file", nn.Sequential(nn.Linear(2, 2)))
 
 
@@ -189,7 +189,9 @@ def _constants() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("make", "what"), [(_sources, "modules"), (_constants, "values")], ids=["sources", "constants"]
+    ("make", "what"),
+    [(_sources, "modules"), (_constants, "values of specs")],
+    ids=["sources", "constants"],
 )
 def test_specs_of_more_parts_than_the_file_allows(
     make: Callable[[], list[dict[str, Any]]], what: str, tmp_path: Path
@@ -201,7 +203,7 @@ def test_specs_of_more_parts_than_the_file_allows(
         for i, text in enumerate(texts)
     }
     write_tensors("test", tmp_path / "file", many)
-    with pytest.raises(ValueError, match=f"no more {what} than its tensors allow, .*got more"):
+    with pytest.raises(ValueError, match=f"no more {what} than its tensors allow, .*too many"):
         torchq.load(tmp_path / "file", nn.Sequential(nn.Linear(2, 2)))
 
 
@@ -230,3 +232,90 @@ def test_a_layer_of_many_names_counts_once(tmp_path: Path) -> None:
     loaded = torchq.load(tmp_path / "file", model)
     assert torch.equal(loaded(x), qmodel(x))
     assert loaded.steps[0] is loaded.steps[7]
+
+
+_DEEP = "a." * 20_000
+
+
+def test_names_of_many_levels(tmp_path: Path) -> None:
+    """Aliases, classes of results, and layers of folders have the limits of tensors' names."""
+    qmodel, x = _two_parts(), torch.randn(4, 8)
+    torchq.save(qmodel, tmp_path / "file")
+    tensors, metadata = read_tensors(tmp_path / "file")
+    aliased = {**tensors, "torchq_aliases": _bytes({f"{_DEEP}spec": next(iter(tensors))})}
+    write_tensors("test", tmp_path / "aliased", aliased, metadata)
+    with pytest.raises(ValueError, match="names of its tensors are too long"):
+        torchq.load(tmp_path / "aliased", _parts())
+    key = next(key for key in tensors if key.endswith("torchq_call"))
+    fields = json.loads(bytes(tensors[key].numpy()))
+    node = {"type": f"{_DEEP}b", "context": "null", "children_spec": []}
+    classed = {**tensors, key: _bytes({**fields, "result": json.dumps([1, node])})}
+    write_tensors("test", tmp_path / "classed", classed, metadata)
+    with pytest.raises(ValueError, match="returns a class that must be known"):
+        torchq.load(tmp_path / "classed", _parts())
+    assert torch.equal(torchq.load(tmp_path / "file", _parts())(x), qmodel(x))
+
+
+def _parts() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(8))).eval()
+
+
+def _two_parts() -> nn.Module:
+    return torchq.quantize(_parts(), [torch.randn(4, 8)])
+
+
+def _bytes(fields: object) -> Tensor:
+    return torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8)
+
+
+def _node(name: str, *args: Any) -> list[Any]:
+    return ["call_function", name, "torch.sum", list(args), {"dict": {}}]
+
+
+_X = {"node": "x"}
+_INPUTS = [["placeholder", f"x{i}", f"x{i}", [], {"dict": {}}] for i in range(19)]
+_SHAPES = [[i, "torch.float32", [None] * 60] for i in range(20)]
+_TUPLE = {"tuple": [{"argument": i} for i in range(20)]}
+
+
+@pytest.mark.parametrize(
+    ("what", "nodes", "call"),
+    [
+        ("nodes of graphs", [_node(f"y{i}", _X) for i in range(3000)], {}),
+        ("values in graphs", [_node("y", _X, [1] * 30_000)], {}),
+        ("conditions", [], {"guards": ["s0[0] == 4"] * 600}),
+        ("characters of conditions", [], {"guards": [f"s0[0] == {' ' * 40_000}4"]}),
+        ("sizes of arguments", _INPUTS, {"arguments": _SHAPES, "values": {"input": _TUPLE}}),
+    ],
+)
+def test_parts_of_all_graphs_count_together(
+    what: str, nodes: list[Any], call: dict[str, Any], tmp_path: Path
+) -> None:
+    """One of these graphs is within the limits, but a file may have a graph for each module."""
+    first = ["placeholder", "x", "x", [], {"dict": {}}]
+    last = ["output", "output", "output", [nodes[-1:] and {"node": nodes[-1][1]}], {"dict": {}}]
+    graph = {"version": 3, "name": "G", "nodes": [first, *nodes, last]}
+    own: dict[str, Any] = {"guards": [], "limits": [], "result": None, "strict": False}
+    own |= {"arguments": [[0, "torch.float32", [None]]], "values": {"input": {"argument": 0}}}
+    model = _parts()
+    for count in (1, 8):
+        tensors = dict(model.state_dict())
+        for i in range(count):
+            tensors |= {f"{i}.torchq_graph": _bytes(graph), f"{i}.torchq_call": _bytes(own | call)}
+        write_tensors("test", tmp_path / f"{count}", tensors)
+    torchq.load(tmp_path / "1", model)
+    with pytest.raises(ValueError, match=f"no more {what} than its tensors allow"):
+        torchq.load(tmp_path / "8", model)
+
+
+def test_a_float_weight_of_bytes(tmp_path: Path) -> None:
+    """It would become four times as large."""
+    path, x = tmp_path / "file", torch.randn(4, 8)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).eval()
+    torchq.save(torchq.quantize(model, [x], overrides={"0": None, "1": None}), path)
+    tensors, metadata = read_tensors(path)
+    forged = {**tensors, "0.weight": tensors["0.weight"].to(torch.int8)}
+    write_tensors("test", path, forged, metadata)
+    with pytest.raises(ValueError, match=r"'0\.weight' must be torch\.float32, got torch\.int8"):
+        torchq.load(path, model)

@@ -66,6 +66,10 @@ PATHS = [
         "code",
         "spec",
         "a.b",
+        "\uff46orward",
+        "\uff46orward.__globals__.get",
+        "a.forward",
+        "a.weight_ih",
     ),
     *(
         "layer",

@@ -167,7 +167,8 @@ def _term(node: ast.expr, depth: int) -> Term:
             if name[0] == "s" and name[1:].isdecimal() and type(dim) is int:
                 return Size(int(name[1:]), dim)
         case ast.Call(func=function, args=args, keywords=[]) if _name(function) in FUNCTIONS:
-            return Call(_name(function), tuple(_term(arg, depth - 1) for arg in args))
+            if len(args) == 1 or (args and FUNCTIONS[_name(function)] in (max, min)):
+                return Call(_name(function), tuple(_term(arg, depth - 1) for arg in args))
         case ast.Attribute() if _name(node) in _CONSTANTS:
             return _CONSTANTS[_name(node)]
         case ast.IfExp(test=test, body=body, orelse=otherwise):

@@ -7,24 +7,26 @@ A few bytes of a file can name large sizes, and many modules. So what its specs 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
-_left: ContextVar[float] = ContextVar("_left", default=math.inf)
-"""Bytes that may still be taken."""
-_modules_left: ContextVar[float] = ContextVar("_modules_left", default=math.inf)
-"""Modules that may still be built."""
-_values_left: ContextVar[float] = ContextVar("_values_left", default=math.inf)
-"""Values that specs may still have together."""
-_SLACK = 1000
-"""Modules that the smallest file may have. One takes a millisecond, and a kilobyte of its file."""
-_VALUES = 500_000
-"""Values that specs of the smallest file may have: 90 MB of objects. As many layers as the header
-of a file may name have fewer."""
+_LIMITS: dict[str, tuple[int, float]] = {
+    "bytes of memory": (1 << 20, 2),
+    "modules": (1_000, 1 / 1_000),  # one takes a millisecond, and a kilobyte of its file
+    "values of specs": (500_000, 1 / 100),  # 90 MB of objects
+    "nodes of graphs": (10_000, 1 / 300),  # encoders of 48 layers have 3,000; a node takes 8 KB
+    "values in graphs": (100_000, 1 / 100),  # in arguments of nodes; a value takes 0.7 KB
+    "sizes of arguments": (4_000, 1 / 1_000),  # of the calls that take graphs
+    "conditions": (2_000, 1 / 1_000),  # models here have up to 70
+    "characters of conditions": (1 << 17, 1 / 8),
+}
+"""What a file may ask for -> how much of it the smallest file may, and each byte of a file more."""
+_left: ContextVar[Mapping[str, float] | None] = ContextVar("_left", default=None)
+"""What may still be asked for; None where nothing is counted."""
 
 OF_A_NAME = 0.25
 """Share of a module that a name, a source, and a place in a list, is worth."""
@@ -32,80 +34,58 @@ OF_A_NAME = 0.25
 
 @contextmanager
 def limited_placeholders(nbytes: int) -> Iterator[None]:
-    """Limit the memory of placeholders, and the number of modules, in a block.
-
-    Args:
-        nbytes: of the file. Twice as much is allowed, and a megabyte; one module for each thousand,
-            and one value of specs for each hundred.
-    """
-    token, modules = _left.set(2 * nbytes + (1 << 20)), _modules_left.set(nbytes // 1000 + _SLACK)
-    values = _values_left.set(nbytes // 100 + _VALUES)
+    """Limit what is asked for in a block; ``nbytes`` are of the file."""
+    token = _left.set({kind: base + nbytes * more for kind, (base, more) in _LIMITS.items()})
     try:
         yield
     finally:
         _left.reset(token)
-        _modules_left.reset(modules)
-        _values_left.reset(values)
 
 
 def are_limited() -> bool:
     """Return whether new modules are to be loaded, so that their values do not matter yet."""
-    return _left.get() < math.inf
+    return _left.get() is not None
 
 
-def count_modules(count: float = 1) -> None:
-    """Count modules against the limit.
-
-    Raises:
-        ValueError: :func:`limited_placeholders` allows less.
-    """
-    left = _modules_left.get() - max(count, 0)
-    if left < 0:
-        raise ValueError(
-            "torchq.load: the file's specs must ask for no more modules than its tensors allow, "
-            f"{_SLACK} and one for each kilobyte, got more. Was it written by torchq.save?"
-        )
-    _modules_left.set(left)
-
-
-def count_values(count: int) -> None:
-    """Count values of a spec against the limit.
+def count(kind: str, number: float = 1) -> None:
+    """Count what a file asks for against the limit, of a kind that :data:`_LIMITS` has.
 
     Raises:
         ValueError: :func:`limited_placeholders` allows less.
     """
-    left = _values_left.get() - count
-    if left < 0:
+    left = _left.get()
+    if left is None:
+        return
+    rest = left[kind] - max(number, 0)  # a negative size must not give more
+    if rest < 0:
+        base, more = _LIMITS[kind]
         raise ValueError(
-            "torchq.load: the file's specs must have no more values than its tensors allow, "
-            f"{_VALUES} and one for each hundred bytes, got more. Was it written by torchq.save?"
+            f"torchq.load: the file must ask for no more {kind} than its tensors allow, "
+            f"{base} and {more:g} for each byte, got {-rest:g} too many. Was it written by "
+            "torchq.save?"
         )
-    _values_left.set(left)
+    _left.set({**left, kind: rest})
+
+
+def take(nbytes: int) -> None:
+    """Count memory against the limit; see :func:`count`."""
+    count("bytes of memory", nbytes)
+
+
+def count_modules(number: float = 1) -> None:
+    """Count modules against the limit; see :func:`count`."""
+    count("modules", number)
 
 
 @contextmanager
 def replaced_placeholders() -> Iterator[None]:
-    """Give back, at the end of the block, what was taken in it."""
-    token = _left.set(_left.get())
+    """Give back, at the end of the block, the memory that was taken in it."""
+    before = _left.get()
     try:
         yield
     finally:
-        _left.reset(token)
-
-
-def take(nbytes: int) -> None:
-    """Count memory against the limit.
-
-    Raises:
-        ValueError: :func:`limited_placeholders` allows less.
-    """
-    left = _left.get() - max(nbytes, 0)  # a negative size must not give more
-    if left < 0:
-        raise ValueError(
-            "torchq.load: the file's specs must ask for no more memory than its tensors allow, got "
-            f"{-left} bytes too many. Was it written by torchq.save?"
-        )
-    _left.set(left)
+        if before is not None:
+            _left.set({**(_left.get() or {}), "bytes of memory": before["bytes of memory"]})
 
 
 def placeholder(*shape: int, dtype: torch.dtype = torch.float32, value: int = 1) -> Tensor:
@@ -115,7 +95,7 @@ def placeholder(*shape: int, dtype: torch.dtype = torch.float32, value: int = 1)
     memory, whatever the sizes.
 
     Raises:
-        ValueError: as of :func:`take`.
+        ValueError: as of :func:`count`.
     """
     take(math.prod(shape) * dtype.itemsize)
     return torch.full(shape, value, dtype=dtype, device=placeholder_device())

@@ -14,7 +14,7 @@ from torchq.functional.placeholders import limited_placeholders
 from torchq.nn.leaf import Leaf
 from torchq.nn.module import LAYOUT_VERSION, read_spec
 from torchq.serialization.states import quantized_modules
-from torchq.serialization.tensor_file import digest
+from torchq.serialization.tensor_file import digest, is_short
 
 _DIGESTS = "torchq_digests"
 _STORED = {"layer.weight": "weight", "rows": "weight"}
@@ -68,6 +68,8 @@ def read_leaves(files: Iterable[str] | None) -> dict[str, nn.Module]:
     with ExitStack() as stack:
         opened = [stack.enter_context(_opened(path)) for path in paths]
         places = {key: file for file in opened for key in file.keys()}  # noqa: SIM118 - no mapping
+        if long := [key for key in places if not is_short(key)]:
+            raise _refused(paths, f"the name {long[0][:60]!r}..., which is too long")
         specs = {k: f.get_tensor(k) for k, f in places.items() if f".{k}".endswith(".spec")}
         if not specs:
             raise _refused(paths, "no quantized layer in them")

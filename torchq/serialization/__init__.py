@@ -40,7 +40,7 @@ from torchq.serialization.graph_text import GRAPH_KEY, decode, encode
 from torchq.serialization.plain_modules import plain_module
 from torchq.serialization.report_text import REPORT_KEY, read_report, write_report
 from torchq.serialization.states import inside, outer_of, quantized_modules, under
-from torchq.serialization.tensor_file import read_tensors, write_tensors
+from torchq.serialization.tensor_file import is_short, read_tensors, write_tensors
 
 ALIAS_KEY = "torchq_aliases"
 """Name of the tensor that tells which names stand for another one's tensor."""
@@ -163,6 +163,8 @@ def _loaded(
     """Return what :func:`load` returns."""
     report = state.pop(REPORT_KEY, None)
     for alias, name in _json(state.pop(ALIAS_KEY, None)).items():
+        if not is_short(alias):
+            raise ValueError(f"names of its tensors are too long, got {alias[:60]!r}")
         state[alias] = state[name]
     if GRAPH_KEY in state and (model is None or CALL_KEY not in state):
         loaded, state = _graph_alone(state)
@@ -191,6 +193,8 @@ def _parameters(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]
     found: dict[str, Tensor] = {}
     for name, own in model.named_parameters(remove_duplicate=False):
         if (given := state.get(name)) is not None:
+            if given.dtype.itemsize < min(own.dtype.itemsize, 2):  # it would grow four times
+                raise ValueError(f"'{name}' must be {own.dtype}, got {given.dtype}")
             value = given.to(own.dtype)
             if value.shape == own.shape and value.stride() != own.stride():
                 value = torch.empty_like(own).copy_(value)

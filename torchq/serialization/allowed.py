@@ -70,6 +70,7 @@ _MORE = {
 _LESS = {
     "repeat_interleave.Tensor": "the sum of its repeats may overflow, and it writes by them",
     "repeat_interleave.self_Tensor": "the same",
+    "to.prim_dtype": "it takes any number for a dtype",
 }
 """Overloads that are not safe, though their names are in the table, and why."""
 _REPLACED = {"new_empty": "new_zeros", "empty": "zeros", "empty_like": "zeros_like"}
@@ -220,7 +221,34 @@ def _grouped_mm(
     return torch._grouped_mm(input, mat2, offs=offs, bias=bias, out_dtype=out_dtype)
 
 
+def native_group_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As torch.native_group_norm, which trusts a product of sizes that may overflow.
+
+    TorchScript compiles it.
+
+    Raises:
+        ValueError: the sizes are not those of the source.
+    """
+    known = input.dim() >= 2 and input.size(0) == N and input.size(1) == C and N > 0 and C > 0
+    if not known or input.numel() != N * C * HxW or input.numel() == 0:
+        raise ValueError(
+            "torchq.load: sizes of the graph's native_group_norm must be those of its source, got "
+            "others. Check the source."
+        )
+    return torch.native_group_norm(input, weight, bias, N, C, HxW, group, eps)
+
+
 _CHECKED: dict[str, Callable[..., object]] = {
+    "native_group_norm": native_group_norm,
     "embedding_bag": embedding_bag,
     "scaled_dot_product_attention": scaled_dot_product_attention,
     "_grouped_mm": _grouped_mm,
@@ -278,24 +306,29 @@ def is_known(name: str) -> bool:
     return name in PYTHON or bool(schemas_of(name))
 
 
-@functools.cache
 def schemas_of(name: str) -> tuple[object, ...]:
-    """Return the schemas that a call by such a name may have; none for other names."""
+    """Return the schemas that a call by such a name may have; none for other names.
+
+    Nothing is asked for an attribute of another name: torch imports modules when it is.
+    """
     library, _, own = name.rpartition("::")
     if library == "aten":
         base, _, overload = own.partition(".")
-        found = schemas(_REPLACED.get(base, base))
+        found = schemas(_REPLACED.get(base, base)) if _is_named(base) else {}
         return tuple(found.values()) if not overload else tuple(_one(found, overload))
     if library == "torchq":
-        packet = getattr(torch.ops.torchq, own.removesuffix(".default"), None)
-        if packet is None or own.removesuffix(".default") not in OWN:
-            return ()
-        return (packet.default._schema,)
+        own = own.removesuffix(".default")
+        return (getattr(torch.ops.torchq, own).default._schema,) if own in OWN else ()
     owner, _, own = name.rpartition(".")
     own = _REPLACED.get(own, own)
-    function = getattr(_OWNERS[owner], own, None) if owner in _OWNERS else None
+    known = owner in _OWNERS and _is_named(own)
+    function = getattr(_OWNERS[owner], own, None) if known else None
     of_c = owner == "Tensor" or isinstance(function, BuiltinFunctionType)
     return tuple(schemas(own).values()) if function is not None and of_c else ()
+
+
+def _is_named(own: str) -> bool:
+    return _REPLACED.get(own, own) in _NAMES
 
 
 def _one(found: dict[str, object], overload: str) -> list[object]:

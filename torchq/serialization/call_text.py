@@ -14,6 +14,7 @@ from torchq.capture.condition import Condition
 from torchq.capture.guards import Example
 from torchq.capture.likeness import Argument
 from torchq.convert.dispatch import Dispatch, attach
+from torchq.functional.placeholders import count
 from torchq.nn.module import text_bytes
 from torchq.serialization.conditions import is_option, is_size
 from torchq.serialization.structures import read_structure, write_structure
@@ -21,10 +22,7 @@ from torchq.serialization.structures import read_structure, write_structure
 CALL_KEY = "torchq_call"
 """Name of the tensor that holds the text, in the state of the graph's module."""
 
-_MOST_CONDITIONS = 2000
-_LONGEST_CONDITIONS = 1 << 17
-"""Of one graph, and their characters together; models here have up to 70 conditions."""
-_MOST_ARGUMENTS, _MOST_DIMS = 1000, 64
+_MOST_DIMS = 64
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
@@ -77,8 +75,9 @@ def restore(module: nn.Module, graph: nn.Module, name: str, text: Tensor) -> Non
 
 def _check(fields: dict[str, Any], name: str) -> None:
     """Refuse what could run as code within the function that chooses calls."""
-    wrong: list[Any] = fields["arguments"][_MOST_ARGUMENTS:]
+    wrong: list[Any] = []
     for index, _, shape in fields["arguments"]:
+        count("sizes of arguments", 1 + len(shape))
         wrong += [size for size in (index, *shape) if not is_size(size)] + shape[_MOST_DIMS:]
     wrong += [n for n, values in fields.get("neutral", {}).items() if not is_option(n, values)]
     if wrong:
@@ -90,8 +89,8 @@ def _check(fields: dict[str, Any], name: str) -> None:
 
 def _conditions(texts: list[str], name: str) -> list[Condition]:
     try:
-        if len(texts) > _MOST_CONDITIONS or sum(map(len, texts)) > _LONGEST_CONDITIONS:
-            raise ValueError(f"there are {len(texts)} of them, or their text is too long")
+        count("conditions", len(texts))
+        count("characters of conditions", sum(map(len, texts)))
         return [Condition.parse(text) for text in texts]
     except (TypeError, ValueError) as error:
         raise ValueError(

@@ -7,7 +7,7 @@ import keyword
 import unicodedata
 from typing import Any
 
-from torch import fx, nn
+from torch import nn
 
 _OF_CODE = "self", "torch"
 """Names that the code of a graph reads."""
@@ -40,7 +40,30 @@ def is_variable(name: Any) -> bool:
 
 
 def is_path(name: Any) -> bool:
-    """Return whether generated code may quote the name of a module or tensor, as ``a-b.weight``."""
+    """Return whether generated code may quote the name of a module or tensor, as ``a-b.weight``.
+
+    Where a part is a name of Python the code has it as an attribute, so it must be the same in
+    Python's form of names. :func:`is_held` then tells whether these attributes are what they seem.
+    """
     quoted = isinstance(name, str) and name.isprintable() and not {'"', "\\"} & set(name)
-    first, *rest = name.split(".") if quoted else [""]
-    return quoted and _OF_MODULES.isdisjoint(rest) and not hasattr(fx.GraphModule, first)
+    quoted = quoted and unicodedata.normalize("NFKC", name) == name
+    return quoted and _OF_MODULES.isdisjoint(name.split("."))
+
+
+def is_held(root: nn.Module, name: str) -> bool:
+    """Return whether attributes by this name are modules, and a tensor or module at its end.
+
+    An attribute of a module's own, or of its class, would hide those.
+    """
+    owner: Any = root
+    *outer, last = name.split(".")
+    for part in outer:
+        if _is_hidden(owner, part) or owner._modules.get(part) is None:
+            return False
+        owner = owner._modules[part]
+    held = (owner._modules, owner._parameters, owner._buffers)
+    return not _is_hidden(owner, last) and any(last in each for each in held)
+
+
+def _is_hidden(owner: nn.Module, name: str) -> bool:
+    return hasattr(type(owner), name) or name in vars(owner)

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.attributes.json_text import read_json
+from torchq.functional.placeholders import count
 from torchq.graphs.module import QuantizedGraph
 from torchq.nn.module import QModule, text_bytes
 from torchq.serialization.allowed import DTYPES, by_name, name_of
-from torchq.serialization.conditions import is_name, is_path, is_variable
+from torchq.serialization.conditions import is_held, is_name, is_path, is_variable
 from torchq.serialization.graph_checks import MODULE, RESULT, TENSOR, Checker, Fact, are_values
 from torchq.serialization.plain_modules import describe_plain
 
@@ -23,10 +24,6 @@ GRAPH_KEY = "torchq_graph"
 
 _VERSION, _KNOWN = 3, (2, 3)
 """Version 2 had methods of tensors beside functions."""
-_MOST_NODES = 10_000
-"""Of one graph; encoders of 48 layers have 3,000. A node takes 8 KB."""
-_MOST_VALUES = 100_000
-"""In the arguments of all nodes, ten for each; a value takes 0.7 KB."""
 _OPS = ("placeholder", "get_attr", "call_module", "call_function", "call_method", "output")
 _FORMATS = (torch.contiguous_format, torch.preserve_format)
 _CONSTANTS: dict[str, object] = {
@@ -101,16 +98,33 @@ def decode(
         entries = fields["nodes"] if fields["version"] in _KNOWN else None
     except (ValueError, KeyError, TypeError):
         entries = None
-    if entries is None or len(entries) > _MOST_NODES:
+    if entries is None:
         raise ValueError(
             "torchq.load: the file's graph must be the text of version "
             f"{_VERSION} of torchq's graphs, got {text_bytes(text)[:60]!r}. Was it written by "
             "another version of torchq? Quantize the model again, and save it with this one."
         )
+    count("nodes of graphs", len(entries))
     reader = _Reader(modules, tensors)
     for entry in entries:
         reader.add(*entry)
-    return QuantizedGraph(reader.owned, reader.graph, str(fields["name"]))
+    _check_parts(reader.owned)
+    made = QuantizedGraph(reader.owned, reader.graph, str(fields["name"]))
+    for target in reader.owned:
+        if not is_held(made, target):
+            raise _wrong_name(target)
+    return made
+
+
+def _check_parts(owned: Mapping[str, object]) -> None:
+    """Refuse names within a module that are no parts of it: they would replace what it has."""
+    for target in owned:
+        outer, *rest = target.split(".")
+        while rest:
+            module = owned.get(outer)
+            if isinstance(module, nn.Module) and not is_held(module, ".".join(rest)):
+                raise _wrong_name(target)
+            outer, rest = f"{outer}.{rest[0]}", rest[1:]
 
 
 class _Reader:
@@ -122,16 +136,11 @@ class _Reader:
         self.graph, self.checker = fx.Graph(), Checker()
         self.nodes: dict[str, fx.Node] = {}
         self.owned: dict[str, object] = {}
-        self.inputs, self.values = set[str](), 0
+        self.inputs = set[str]()
 
     def add(self, op: str, name: str, target: str, args: Any, kwargs: Any, *more: Any) -> None:
         """Append a node."""
-        self.values += _count([args, kwargs])
-        if self.values > _MOST_VALUES:
-            raise ValueError(
-                f"torchq.load: arguments in the file's graph must have at most {_MOST_VALUES} "
-                f"values, got more in '{str(name)[:60]}'. Was it written by torchq.save?"
-            )
+        count("values in graphs", _count([args, kwargs]))
         values = tuple(_decode(args, self.nodes)), _decode(kwargs, self.nodes)
         self._check_names(op, name, target, values[1])
         if op in ("call_function", "call_method"):
@@ -165,10 +174,7 @@ class _Reader:
         if op not in _OPS:
             wrong.append(op)
         if wrong:
-            raise ValueError(
-                f"torchq.load: names in the file's graph must be names of Python, got "
-                f"{wrong[0]!r:.60}. Was it written by torchq.save?"
-            )
+            raise _wrong_name(wrong[0])
 
     def _check_values(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse arguments that a node of this kind does not take."""
@@ -180,6 +186,13 @@ class _Reader:
                 "torchq.load: modules in the file's graph must be called with tensors and plain "
                 "values, got others. Was it written by torchq.save?"
             )
+
+
+def _wrong_name(name: object) -> ValueError:
+    return ValueError(
+        f"torchq.load: names in the file's graph must be names of Python, got {name!r:.60}. Was it "
+        "written by torchq.save?"
+    )
 
 
 def _owned(model: nn.Module, node: fx.Node) -> nn.Module | None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torchq.attributes.json_text import values_in
 from torchq.functional.placeholders import (
     OF_A_NAME,
+    count,
     count_modules,
-    count_values,
     replaced_placeholders,
 )
 from torchq.nn.module import QModule, read_spec, text_bytes
@@ -33,9 +33,10 @@ def inside(state: State, prefix: str) -> dict[str, Tensor]:
 
 def outer_of(name: str, modules: Mapping[str, nn.Module]) -> str | None:
     """Return the shortest of these names that a name is, or begins with."""
-    parts = name.split(".")
-    starts = ("", *(".".join(parts[:i]) for i in range(1, len(parts) + 1)))
-    return next((start for start in starts if start in modules), None)
+    if "" in modules:
+        return ""
+    ends = (i for i, character in enumerate(f"{name}.") if character == ".")
+    return next((name[:end] for end in ends if name[:end] in modules), None)
 
 
 def quantized_modules(state: dict[str, Tensor]) -> dict[str, nn.Module]:
@@ -53,7 +54,7 @@ def quantized_modules(state: dict[str, Tensor]) -> dict[str, nn.Module]:
         module, is_known = made.get(id(spec)), id(spec) in made
         if module is None:
             text = text_bytes(spec)
-            count_values(values_in(text))
+            count("values of specs", values_in(text))
             if text in empty:
                 count_modules(OF_A_NAME * sum(len(m._modules) for m in empty[text].modules()))
             else:

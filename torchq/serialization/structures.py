@@ -18,6 +18,7 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils import _pytree as pytree
 
 from torchq.attributes.json_text import read_json
+from torchq.serialization.tensor_file import is_short
 
 _PLAIN = {f"{cls.__module__}.{cls.__name__}": cls for cls in (tuple, list)}
 _DICTS = {f"{cls.__module__}.{cls.__name__}": cls for cls in (dict, OrderedDict)}
@@ -77,6 +78,8 @@ def read_structure(text: object, own: str) -> pytree.TreeSpec:
 def _read(node: dict[str, Any], own: tuple[str, ...]) -> pytree.TreeSpec:
     children = [_read(child, own) for child in node["children_spec"]]
     name, context = node["type"], node["context"]
+    if isinstance(name, str) and not is_short(name):
+        raise ValueError(f"'{name[:100]}...'")
     if name is None:
         if children:
             raise ValueError("a leaf with parts")

@@ -46,6 +46,11 @@ _ROW = 1024
 """Words of 64 bits whose sum the digest has: 8 KB, so that a row of sums stays in L1."""
 
 
+def is_short(name: str) -> bool:
+    """Return whether a name is within the limits of files; some work takes its square of levels."""
+    return len(name) <= _LONGEST_NAME and name.count(".") < _DEEPEST_NAME
+
+
 def write_tensors(
     op: str,
     path: str | os.PathLike[str],
@@ -190,7 +195,7 @@ def _header(file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
         formed = all(isinstance(text, str) for text in texts) and all(
             entry["dtype"] in _DTYPES and _are_sizes(entry["shape"])
             and _are_sizes(entry["data_offsets"]) and len(entry["data_offsets"]) == 2
-            and len(name) <= _LONGEST_NAME and name.count(".") < _DEEPEST_NAME
+            and is_short(name)
             for name, entry in header.items() if name != _METADATA
         )  # fmt: skip
     except (ValueError, KeyError, TypeError, AttributeError):
