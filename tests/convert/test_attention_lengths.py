@@ -156,6 +156,13 @@ def test_an_override_keeps_such_a_layer_static() -> None:
     assert rows["out"] == ""
 
 
+def test_a_dynamic_configuration_needs_no_other_reason() -> None:
+    model, data = WithState(False).eval(), [torch.randn(2, 75, WIDTH) for _ in range(3)]
+    converted = torchq.quantize(model, data, config=torchq.QConfig(recipe="accurate"))
+    rows = {row.name: row for row in torchq.explain(converted).rows}
+    assert rows["out"].quantized and "depends" not in rows["out"].reason
+
+
 class FixedLength(Attention):
     """Its positions are parameters, so each call has as many as the example."""
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import torchq
 from torchq import eager
+from torchq.report import reasons
 
 
 def explained(name: str) -> torchq.Explanation:
@@ -38,7 +39,7 @@ def test_explain_table() -> None:
         ("exposed", {"b": "",
                      "c": "its parameters are used outside of it, and it is not called"}),
         ("forward_directly", {"a": "its parameters are used outside of it, and it is not called"}),
-        ("attention", {"mha.out_proj": "", "mha.q_proj": ""}),
+        ("attention", {"mha.out_proj": f"{reasons.DYNAMIC}{reasons.LENGTH}", "mha.q_proj": ""}),
         ("add_both", {"add": OWN, "relu": OWN}),
         ("bn_other_reader", {"bn": OWN}),
         ("residual", {"a": "", "b": ""}),

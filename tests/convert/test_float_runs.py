@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import torchq
-from torchq.convert.swap.observed import ObservedLeaf
+from torchq.convert.swap.planning import Leaves
+from torchq.planning.plan import Plan
 
 
 class Counted(nn.Module):
@@ -83,7 +84,8 @@ def test_layers_that_graphs_have_as_dynamic_ones_are_dynamic_for_own_code():
 def test_earlier_calibrations_load_that_observed_these_layers(tmp_path: Path, monkeypatch):
     model, batches = counted(Attention()), [torch.randn(2, 20, 32) for _ in range(3)]
     with monkeypatch.context() as patch:
-        patch.setattr(ObservedLeaf, "be_dynamic", lambda self: None)
+        patch.setattr(Plan, "dynamic_names", set())
+        patch.setattr(Leaves, "_why_dynamic", lambda *args: "")
         earlier = torchq.prepare(model, batches[0])
     assert earlier.model.output.observer is not None
     torchq.save_calibration(torchq.calibrate(earlier, batches, progress=False), tmp_path / "seen")

@@ -10,20 +10,11 @@ from torchq.capture.graph import Captured, Meta
 
 
 def one_layer(
-    layer: nn.Module,
-    name: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype | None,
-    degree: float = 0.0,
+    layer: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype | None
 ) -> Captured:
     """Return the graph of one call of a layer with a tensor of this shape and dtype.
 
-    Args:
-        layer: of the model.
-        name: qualified, of the layer in the model; "" where it is the model.
-        shape: of the source.
-        dtype: of the source.
-        degree: how the range of the source grows with sizes; see :mod:`torchq.planning.lengths`.
+    ``name`` is qualified, of the layer in the model; "" where it is the model.
     """
     parent, _, own = name.rpartition(".")
     model = nn.Module() if own else layer
@@ -37,6 +28,5 @@ def one_layer(
             value=Meta(shape, dtype), aten=None, owner="", scope=parent, varying=True,
             static=False, positional=False, sizes=(), phase=None, line=None,
         )  # fmt: skip
-    src.meta["degree"] = degree
     graph.output(dst).meta.update(scope="", varying=True, static=False, positional=False)
     return Captured(graph, model, f"{parent}." if parent else "")

@@ -18,7 +18,7 @@ from torchq.quantization.qparams import QParams, choose_qparams
 def converted_leaf(
     leaf: ObservedLeaf,
     calls: Sequence[Source],
-    own: Settled | None,
+    own: Settled,
     weights: PackedWeights,
     must_convert: bool,
 ) -> nn.Module:
@@ -29,7 +29,7 @@ def converted_leaf(
     Args:
         leaf: of the prepared model.
         calls: how the layers of graphs read the source.
-        own: what the leaf's own calls have recorded; None for nothing, or where it is dynamic.
+        own: its plan, with what its own calls have recorded.
         weights: of the conversion.
         must_convert: raise in place of returning the float layer.
 
@@ -37,21 +37,28 @@ def converted_leaf(
         RuntimeError: it was never calibrated, and must be; the message names it.
         ValueError: its weight cannot be quantized; the message names it.
     """
-    if leaf.observer is None:
-        return leaf.convert(weights) if leaf.calibrated or must_convert else leaf.module
-    sources = [*calls, *([] if own is None else [own.source(own.plan.layers[0])])]
-    if not sources and must_convert:
-        leaf.observer.qparams()  # raises
+    (op,) = own.plan.ops.values()
+    config, sample = own.plan.config(op.base), own.samples.get(op.base)
+    assert config is not None
+    if op.node in own.plan.dynamic_at:
+        known = sample is None or sample.calibrated or must_convert
+        return leaf.dynamic(config, weights, sample) if known else leaf.module
+    layer, observer = own.plan.layer_at.get(op.node), leaf.observer
+    if layer is None or observer is None:
+        return leaf.module
+    if not calls and must_convert:
+        observer.qparams()  # raises where nothing was recorded
+    sources = [*calls, *([own.source(layer)] if observer.calibrated else [])]
     if not sources:
         return leaf.module
     first, *others = sources
     factors = first.factors if all(_have_one_form(first, call) for call in calls) else None
     src = first.whole if factors is None else first.qparams
-    more = [one.whole if factors is None else _divided(one, first, leaf.config) for one in others]
+    more = [one.whole if factors is None else _divided(one, first, config) for one in others]
     for other in () if any(call.fixed for call in calls) else more:
-        src = _wider(src, other, leaf.config)
-    note = own.notes.get(own.plan.layers[0].dst, "") if own is not None and not calls else ""
-    return leaf.convert(weights, src, factors, note)
+        src = _wider(src, other, config)
+    note = own.notes.get(layer.dst, "") if not calls else ""
+    return leaf.static(config, src, factors, weights, note)
 
 
 def _have_one_form(a: Source, b: Source) -> bool:

@@ -24,7 +24,7 @@ from torchq.convert.lower import Lowering
 from torchq.convert.parts import Part, Parts, find_parts
 from torchq.convert.prepared import Prepared
 from torchq.convert.recipes import settle, watches
-from torchq.convert.report import check_patterns, merged, report_rows, with_coarse
+from torchq.convert.report import check_patterns, coarse_names, merged, report_rows, with_coarse
 from torchq.convert.self_contained import SELF_CONTAINED, converted
 from torchq.convert.settled import Seen, Settled, Source
 from torchq.convert.sources import CHECKS, name_sources
@@ -44,6 +44,7 @@ from torchq.nn.packed_weights import PackedWeights
 from torchq.planning.passes import decided
 from torchq.planning.plan import Plan
 from torchq.quantization.config import Overrides, QConfig
+from torchq.report import reasons
 from torchq.report.rows import Row, Weight, check_strict
 
 _ONE_AT_A_TIME = threading.RLock()
@@ -109,11 +110,7 @@ def _prepared(
     prepared = prepare_settled(float_model, args, kwargs, config, overrides, bool(shared))
     parts = find_parts(float_model, args, kwargs) if capture else Parts()
     plans = {part: _plan(part, prepared, config, overrides) for part in parts.found}
-    static = {name for plan in plans.values() for name in plan.layer_names}
-    for name, leaf in prepared.named_modules():
-        if isinstance(leaf, ObservedLeaf):
-            leaf.degree = 0.0 if name in static else leaf.degree  # as the graph has it
-            leaf.watch(watches(plan_of(leaf)))
+    _watch_leaves(prepared, plans.values())
     graphs = {part: _graph(plan, prepared) for part, plan in plans.items()}
     for part, graph in graphs.items():
         if graph.plan.multiplies:
@@ -134,6 +131,21 @@ def _plan(part: Part, prepared: nn.Module, config: QConfig, overrides: Overrides
     return decided(part.captured, config, overrides)
 
 
+def _watch_leaves(prepared: nn.Module, plans: Iterable[Plan]) -> None:
+    """Let leaves record what their own plans want; the graphs say which of them are dynamic."""
+    static, dynamic = set[str](), set[str]()
+    for plan in plans:
+        static |= plan.layer_names
+        dynamic |= plan.dynamic_names if plan.multiplies else set()
+    for name, leaf in prepared.named_modules():
+        if isinstance(leaf, ObservedLeaf):
+            if name in dynamic:
+                leaf.why_dynamic = reasons.DYNAMIC
+            elif name in static:
+                leaf.why_dynamic = ""
+            leaf.watch(watches(plan_of(leaf)))
+
+
 def _graph(plan: Plan, prepared: nn.Module) -> Prepared:
     """Return the observed graph of a plan."""
     opaque = {name: prepared.get_submodule(f"{plan.prefix}{name}") for name in plan.self_contained}
@@ -145,11 +157,8 @@ def _graph(plan: Plan, prepared: nn.Module) -> Prepared:
 
 
 def _attach(graph: Prepared, part: Part, prepared: nn.Module, config: QConfig) -> None:
-    """Let calls of a module take its graph; layers that are dynamic in it are so everywhere."""
-    owner, dynamic = prepared.get_submodule(part.name), graph.plan.dynamic_names
-    for name, leaf in prepared.named_modules():
-        if isinstance(leaf, ObservedLeaf) and name in dynamic:
-            leaf.be_dynamic()
+    """Let calls of a module take its graph."""
+    owner = prepared.get_submodule(part.name)
     sizes = limits(part.captured.graph, graph.plan.ops.values())
     example = Example.of(owner, part.exported, sizes)
     dispatch = Dispatch(owner, graph, example, part.name, config.strict)
@@ -211,18 +220,16 @@ def _converted(prepared: Model, strict: bool, every_leaf: bool, weights: PackedW
     settled = [settle(Seen(graph.recorder, graph.plan)) for graph in graphs.values()]
     found: list[Row] = prepared.torchq_report  # type: ignore[assignment]
     leaves = {n: leaf for n, leaf in prepared.named_modules() if isinstance(leaf, ObservedLeaf)}
-    seen = {n: leaf for n, leaf in leaves.items() if leaf.observer is not None and leaf.calibrated}
-    alone = {name: settle(Seen(leaf.recorder, plan_of(leaf))) for name, leaf in seen.items()}
-    rows, coarse = with_coarse(found, prepared, settled, alone)
+    coarse = coarse_names(settled)
+    plans = {name: plan_of(leaf, coarse.get(name)) for name, leaf in leaves.items()}
+    alone = {name: settle(Seen(leaf.recorder, plans[name])) for name, leaf in leaves.items()}
+    rows = with_coarse(found, prepared, settled, alone)
     if strict:
         check_strict(rows, prepared.torchq_weights)  # type: ignore[arg-type]
     memo = _units(prepared)
     sources = _lower(graphs, settled, weights, memo)
     for name, leaf in leaves.items():
-        if name in coarse:
-            made = leaf.coarse(weights)
-        else:
-            made = converted_leaf(leaf, sources[name], alone.get(name), weights, every_leaf)
+        made = converted_leaf(leaf, sources[name], alone[name], weights, every_leaf)
         if made is leaf.module:  # the prepared model keeps its own
             made = copy.deepcopy(made, memo)
         memo[id(leaf)] = take_hooks(made, leaf)

@@ -85,27 +85,35 @@ def merged(
 _FIRST = re.compile(r"_l0(_reverse)?$")  # weights of a network's first layer
 
 
+def coarse_names(graphs: Iterable[Settled]) -> dict[str, str]:
+    """Return by name of a layer that calibrated graphs call why it is not static, or ""."""
+    found: dict[str, str] = {}
+    for settled in graphs:
+        before, after = settled.seen.watched, settled.plan
+        reasons_by_name = {after.ops[node].base: why for node, why in (after.coarse or {}).items()}
+        for base in (*(layer.op.base for layer in before.active), *reasons_by_name):
+            name = f"{before.prefix}{base}"
+            found[name] = reasons_by_name.get(base) or found.get(name, "")
+    return found
+
+
 def with_coarse(
     rows: Sequence[Row],
     prepared: nn.Module,
     graphs: Iterable[Settled],
     alone: Mapping[str, Settled],
-) -> tuple[list[Row], set[str]]:
-    """Return the rows of a calibrated model, and the names of its leaves that are not static.
+) -> list[Row]:
+    """Return the rows of a calibrated model.
 
     Linear and recurrent layers that one scale does not suit become dynamic; convolutions stay
     float, and so does the first of several layers of an LSTM. ``alone`` are leaves, by name, as
     their own calls have them.
     """
-    leaves, in_graphs = set[str](), set[str]()
     for settled in graphs:
-        before, after = settled.seen.watched, settled.plan
-        rows = _updated(rows, before, after)
-        in_graphs |= {f"{before.prefix}{layer.op.base}" for layer in before.active}
-        leaves |= {f"{after.prefix}{after.ops[node].base}" for node in after.coarse or ()}
+        rows = _updated(rows, settled.seen.watched, settled.plan)
     for name, leaf in alone.items():
-        for why in () if name in in_graphs else (leaf.plan.coarse or {}).values():
-            leaves.add(name)
+        known = leaf.seen.watched.coarse is not None
+        for why in () if known else (leaf.plan.coarse or {}).values():
             now = why.startswith(reasons.DYNAMIC)
             rows = [
                 replace(row, quantized=now, reason=why) if row.name == name else row for row in rows
@@ -114,7 +122,7 @@ def with_coarse(
         if isinstance(unit, ObservedRNN | ObservedRNNCell) and (why := unit.why_coarse()):
             several = (_coarse(row, unit, why) if row.name == name else [row] for row in rows)
             rows = [row for some in several for row in some]
-    return list(rows), leaves
+    return list(rows)
 
 
 def _coarse(row: Row, leaf: ObservedRNN | ObservedRNNCell, why: str) -> list[Row]:

@@ -37,6 +37,7 @@ from torchq.models.conversions import refusing_conversions
 from torchq.models.inputs import without_gradients
 from torchq.nn.embedding import QEmbedding
 from torchq.nn.leaf import Leaf, QuantizedLeaf, take_hooks, without_hooks
+from torchq.nn.packed_weights import PackedWeights
 from torchq.quantization.config import QConfig
 from torchq.quantization.ranges import check_choice
 from torchq.report import reasons
@@ -225,7 +226,7 @@ class TorchqQuantizer(HfQuantizer):
                 without_hooks(layer), bits=config.embedding_bits
             )
         elif isinstance(layer, nn.Linear) and not why_sums(layer):
-            leaf = ObservedLeaf(layer, config, name).convert()
+            leaf = ObservedLeaf(layer, config, name).dynamic(config, PackedWeights())
         else:
             long = why_sums(layer) if isinstance(layer, nn.Linear) else ""
             self._reasons[name] = long or reasons.OWN_CODE

@@ -29,6 +29,7 @@ from torchq.models.conversions import refusing_conversions
 from torchq.models.inputs import Model, without_gradients
 from torchq.nn.float_modules import is_experts
 from torchq.nn.leaf import take_hooks, without_hooks
+from torchq.nn.packed_weights import PackedWeights
 from torchq.qat.known_scales import put
 from torchq.quantization.config import QConfig
 from torchq.report import reasons
@@ -179,7 +180,7 @@ def _dynamic(layer: nn.Module, name: str, config: QConfig) -> nn.Module:
     layer = without_hooks(layer)
     if isinstance(layer, RECURRENT) or is_experts(layer):
         return converted(observed(layer, config, name), name)
-    return ObservedLeaf(layer, config, name).convert()
+    return ObservedLeaf(layer, config, name).dynamic(config, PackedWeights())
 
 
 def _attention(module: nn.Module, name: str, config: QConfig) -> nn.Module:

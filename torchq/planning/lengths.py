@@ -101,13 +101,8 @@ class _Ranges:
         self._ops, self._found = ops, dict[fx.Node, _Range]()
 
     def of(self, value: Any) -> _Range:
-        """Return the range of a value; that of a constant or number has degree 0.
-
-        So has that of an input, unless it is the source of one layer, of which more is known.
-        """
-        if not isinstance(value, fx.Node):
-            return _Range()
-        return self._found.get(value) or _Range(value.meta.get("degree", 0.0))
+        """Return the range of a value; that of an input, constant or number has degree 0."""
+        return self._found.get(value, _Range()) if isinstance(value, fx.Node) else _Range()
 
     def add(self, node: fx.Node) -> None:
         """Find the range of what a call gives."""

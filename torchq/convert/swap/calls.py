@@ -183,9 +183,9 @@ def _recorded(
         stack.enter_context(counting)
         stack.enter_context(reads)
         recording.results = float_tensors(run(*args, **kwargs))
-    for name, calls in recording.calls.items():
+    for name in recording.leaves:
         own = map(id, run.get_submodule(name).parameters())
-        if not calls and not reads.seen.isdisjoint(own):
+        if not recording.calls[name] and not reads.seen.isdisjoint(own):
             recording.read.add(name)
     return recording
 

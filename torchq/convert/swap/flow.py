@@ -76,30 +76,30 @@ def prepare_settled(
             of_split = record(split, args, kwargs)
             if comparison.is_like(of_split.results):
                 model, recording = split, of_split
-    plan = Leaves(model, recording, config, overrides)
-    prepared = _assembled(model, plan, comparison)
-    vars(prepared)["torchq_report"] = with_names(report_rows(model, plan), first)
+    leaves = Leaves(model, recording, config, overrides)
+    prepared = _assembled(model, leaves, comparison)
+    vars(prepared)["torchq_report"] = with_names(report_rows(model, leaves), first)
     vars(prepared)["torchq_weights"] = weights
     return prepared
 
 
-def _assembled(model: nn.Module, plan: Leaves, comparison: Comparison) -> nn.Module:
+def _assembled(model: nn.Module, leaves: Leaves, comparison: Comparison) -> nn.Module:
     """Return the prepared model; leaves that its code would notice stay float."""
     shared = {id(p): p for p in model.parameters()}
 
     def assemble(names: list[str], contiguous: bool) -> nn.Module:
-        leaves = plan.replacements(names, contiguous).items()
-        memo: dict[int, object] = {id(model.get_submodule(name)): leaf for name, leaf in leaves}
+        observed = leaves.replacements(names, contiguous).items()
+        memo: dict[int, object] = {id(model.get_submodule(name)): leaf for name, leaf in observed}
         return copy.deepcopy(model, memo | shared).eval()
 
     def agrees(names: list[str]) -> bool:
         return comparison.agrees(assemble(names, True))
 
-    wanted = plan.quantized
+    wanted = leaves.quantized
     prepared = assemble(wanted, False)
     if not comparison.agrees(prepared):
         kept = fitting(model, wanted, agrees)
-        plan.leave_float(set(wanted) - set(kept))
+        leaves.leave_float(set(wanted) - set(kept))
         prepared = assemble(kept, True)
     return prepared
 

@@ -13,7 +13,6 @@ from torchq.attributes.post_ops import PostOps
 from torchq.convert.watching import Watch
 from torchq.nn.from_float import matmul_from_float, naming
 from torchq.nn.leaf import Leaf, QuantizedLeaf, constants_of, without_padding
-from torchq.nn.module import QModule
 from torchq.nn.packed_weights import PackedWeights
 from torchq.quantization.config import QConfig
 from torchq.quantization.observers import Observer
@@ -37,7 +36,8 @@ class ObservedLeaf(Leaf):
         name: qualified, of the float module.
         chosen: whether an override gives the configuration.
         contiguous: make the result contiguous, for code that calls ``view``.
-        degree: how the range of the source grows with sizes; see :mod:`torchq.planning.lengths`.
+        why_dynamic: why its source is quantized row by row, whatever its configuration; "" where
+            the configuration says how.
     """
 
     observer: Observer | None
@@ -52,12 +52,12 @@ class ObservedLeaf(Leaf):
         name: str = "",
         chosen: bool = False,
         contiguous: bool = False,
-        degree: float = 0.0,
+        why_dynamic: str = "",
     ) -> None:
         """Start without data."""
         super().__init__()
         self.module, self.config, self.name = module, config, name
-        self.chosen, self.contiguous, self.degree = chosen, contiguous, degree
+        self.chosen, self.contiguous, self.why_dynamic = chosen, contiguous, why_dynamic
         self.observer = self.sample = self.rows = self.channels = None
         self._fix(constants_of(module))
 
@@ -65,10 +65,6 @@ class ObservedLeaf(Leaf):
     def by_rows(self) -> bool:
         """Return whether its configuration quantizes its source row by row."""
         return self.config.dynamic or (isinstance(self.module, nn.Linear) and self.config.by_rows)
-
-    def be_dynamic(self) -> None:
-        """Record no range: its source is quantized row by row, as in the graphs that call it."""
-        self.observer = self.rows = self.channels = None
 
     def _weight_shape(self) -> torch.Size:
         return self._weight_values().shape
@@ -109,44 +105,44 @@ class ObservedLeaf(Leaf):
         found: Observer | None = getattr(self, watch.kind)
         return found
 
-    def coarse(self, weights: PackedWeights) -> nn.Module:
-        """Return what it becomes where one scale does not suit it: dynamic, or the float layer."""
-        if not isinstance(self.module, nn.Linear):
-            return self.module
-        return self.convert(weights)
-
-    def convert(
+    def static(
         self,
-        weights: PackedWeights | None = None,
-        src: QParams | None = None,
-        factors: Tensor | None = None,
-        note: str = "",
+        config: QConfig,
+        src: QParams,
+        factors: Tensor | None,
+        weights: PackedWeights,
+        note: str,
     ) -> QuantizedLeaf:
-        """Return the quantized leaf.
+        """Return the quantized leaf, whose source has one scale.
 
         Args:
-            weights: of the conversion; None for one of this leaf alone.
-            src: parameters of the source; None makes it dynamic.
+            config: how to quantize the weight.
+            src: parameters of the source.
             factors: what the channels of the source are divided by first; None for nothing.
+            weights: of the conversion.
             note: what the report says of it.
 
         Raises:
             ValueError: its weight cannot be quantized; the message names it.
         """
         with naming(self.name):
-            layer: Any = self._layer(src, factors, weights or PackedWeights())
+            layer: Any = matmul_from_float(
+                without_padding(self.module), src, None, config, PostOps(),
+                contiguous=self.contiguous, pack=weights.packing(self.name, factors),
+            )  # fmt: skip
             if note:
                 layer.with_recipe(note)
             return QuantizedLeaf.of(self.module, layer, factors)
 
-    def _layer(
-        self, src: QParams | None, factors: Tensor | None, weights: PackedWeights
-    ) -> QModule:
+    def dynamic(
+        self, config: QConfig, weights: PackedWeights, sample: SourceSample | None = None
+    ) -> QuantizedLeaf:
+        """Return the quantized leaf, whose source is quantized row by row.
+
+        Raises:
+            ValueError: its weight cannot be quantized; the message names it.
+        """
         module: Any = without_padding(self.module)
-        config = self.config
-        if src is None:
-            return weights.dynamic(self.name, module, config, sample=self.sample)
-        pack, contiguous = weights.packing(self.name, factors), self.contiguous
-        return matmul_from_float(
-            module, src, None, config, PostOps(), contiguous=contiguous, pack=pack
-        )
+        with naming(self.name):
+            layer = weights.dynamic(self.name, module, config, sample=sample)
+            return QuantizedLeaf.of(self.module, layer, None)

@@ -77,7 +77,7 @@ class Leaves:
                 observed(layer, config, name)
                 if isinstance(layer, RECURRENT) or is_experts(layer)
                 else ObservedLeaf(
-                    layer, config, name, self._is_chosen(name), contiguous, self._degree(name)
+                    layer, config, name, self._is_chosen(name), contiguous, self._why_dynamic(name)
                 )
             )
             if self._is_chosen(name) and isinstance(leaf, ObservedRNN | ObservedRNNCell):
@@ -89,9 +89,12 @@ class Leaves:
         """Return whether an override gives a module its configuration."""
         return resolve(self._overrides, name, None) is not None
 
-    def _degree(self, name: str) -> float:
-        """Return how the range of a leaf's source grows with sizes of the input."""
-        return -0.5 if name in self.recording.averages else 0.0
+    def _why_dynamic(self, name: str) -> str:
+        """Return why a leaf has no one scale for its source, or ""."""
+        config, averages = self.config(name), name in self.recording.averages
+        if not averages or config is None or config.by_rows or self._is_chosen(name):
+            return ""
+        return f"{reasons.DYNAMIC}{reasons.LENGTH}"
 
     def _decided(self, name: str) -> str:
         config, layer = self.config(name), self.recording.leaves[name]
@@ -108,24 +111,32 @@ class Leaves:
         if why := why_coarse(self.recording.phases.get(name)):
             return why
         for shape, dtype in {(call.shape, dtype) for call in calls for dtype in call.dtypes}:
-            captured = one_layer(layer, name, shape, dtype, self._degree(name))
-            if why := _why(decided(captured, self._config, self._overrides)):
+            captured = one_layer(layer, name, shape, dtype)
+            if why := _why_float(decided(captured, self._config, self._overrides)):
                 return why
-        return ""
+        return self._why_dynamic(name)
 
 
-def plan_of(leaf: ObservedLeaf) -> Plan:
-    """Return what is decided of an observed leaf alone."""
+def plan_of(leaf: ObservedLeaf, coarse: str | None = None) -> Plan:
+    """Return what is decided of an observed leaf alone.
+
+    Args:
+        leaf: of the prepared model.
+        coarse: why graphs that call it do not have it static, "" where they have; None where none
+            calls it.
+    """
     weight = leaf.module.get_parameter("weight")
-    shape = (1,) * weight.dim()
-    captured = one_layer(leaf.module, leaf.name, shape, weight.dtype, leaf.degree)
+    captured = one_layer(leaf.module, leaf.name, (1,) * weight.dim(), weight.dtype)
     overrides = {escape(leaf.name): leaf.config} if leaf.chosen else None
-    return decided(captured, leaf.config, overrides)
+    why = leaf.why_dynamic or coarse
+    layer = [node for node in captured.graph.nodes if node.op == "call_module"]
+    found = None if why is None else dict.fromkeys(layer if why else (), why)
+    return decided(captured, leaf.config, overrides, found)
 
 
-def _why(plan: Plan) -> str:
-    """Return why the layer of a plan stays float or is dynamic, or ""."""
-    found = [op.reason for op in plan.ops.values() if op.role in (Role.OPAQUE, Role.DYNAMIC)]
+def _why_float(plan: Plan) -> str:
+    """Return why the layer of a plan stays float, or ""."""
+    found = [op.reason for op in plan.ops.values() if op.role is Role.OPAQUE]
     return next(filter(None, [*found, *(layer.reason for layer in plan.layers)]), "")
 
 
@@ -133,39 +144,39 @@ def _is_quantized(reason: str | None) -> bool:
     return reason == "" or (reason is not None and reason.startswith(reasons.DYNAMIC))
 
 
-def report_rows(model: nn.Module, plan: Leaves) -> list[Row]:
+def report_rows(model: nn.Module, leaves: Leaves) -> list[Row]:
     """Return one row per module without children, or with parameters of its own."""
     return [
-        _row(name, module, plan)
+        _row(name, module, leaves)
         for name, module in model.named_modules()
         if next(module.children(), None) is None or next(module.parameters(False), None) is not None
     ]
 
 
-def _row(name: str, module: nn.Module, plan: Leaves) -> Row:
-    known = plan.reasons.get(name)
-    reason = _without_layer(name, module, plan) if known is None else known
-    calls = len(plan.recording.calls.get(name, ()))
-    made = plan.recording.leaves.get(name, module)
+def _row(name: str, module: nn.Module, leaves: Leaves) -> Row:
+    known = leaves.reasons.get(name)
+    reason = _without_layer(name, module, leaves) if known is None else known
+    calls = len(leaves.recording.calls.get(name, ()))
+    made = leaves.recording.leaves.get(name, module)
     kind = getattr(module, "original_name", type(module).__name__)  # of TorchScript
     is_matmul = isinstance(made, (*MATMUL, *RECURRENT)) or is_experts(made)
     is_matmul |= isinstance(module, torch.jit.ScriptModule) and kind in _SCRIPTED
-    requested = plan.config(name) is None
+    requested = leaves.config(name) is None
     own = module.named_parameters(recurse=is_matmul)
     weights = tuple(f"{name}.{key}".lstrip(".") for key, _ in own)
     row = Row(name, kind, _is_quantized(known), reason, name, is_matmul, requested, max(calls, 1))
     return replace(row, weights=weights)
 
 
-def _without_layer(name: str, module: nn.Module, plan: Leaves) -> str:
+def _without_layer(name: str, module: nn.Module, leaves: Leaves) -> str:
     if isinstance(module, torch.jit.ScriptModule):
         return reasons.SCRIPTED
-    if name not in plan.recording.leaves:
+    if name not in leaves.recording.leaves:
         if isinstance(module, RECURRENT):
             return reasons.OWN_RECURRENT
         return reasons.NO_LEAF
-    if plan.recording.calls[name]:
+    if leaves.recording.calls[name]:
         return reasons.OWN_CALL
-    if name in plan.recording.read:
+    if name in leaves.recording.read:
         return reasons.READ
     return reasons.NOT_CALLED
