@@ -53,7 +53,11 @@ if MACHINE == "x86_64":
 elif MACHINE == "aarch64":
     # GCC 12 else moves loads in front of a tile's products: up to 25 stack accesses in a K loop.
     NEON = ["-fno-schedule-insns"]
-    TIERS = {"neon": NEON, "neon_i8mm": [*NEON, "-march=armv8.2-a+i8mm"]}
+    TIERS = {
+        "neon": NEON,
+        "neon_dotprod": [*NEON, "-march=armv8.2-a+dotprod"],
+        "neon_i8mm": [*NEON, "-march=armv8.2-a+i8mm"],
+    }
 
 # Folders of the library's other objects, which see torch.
 LIBRARY = ["csrc", "csrc/runtime", "csrc/epilogue", "csrc/ops/*"]

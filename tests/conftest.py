@@ -16,7 +16,10 @@ from peers import start_onednn
 import torchq
 from benchmarks.onednn import Peer
 
-ISAS = ("reference", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "amx", "neon", "neon_i8mm")
+ISAS = (
+    "reference", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "amx",
+    "neon", "neon_dotprod", "neon_i8mm",
+)  # fmt: skip
 # Tiers that must run here: CI sets it, so that a runner without them fails instead of skipping.
 REQUIRED = [isa for isa in os.environ.get("TORCHQ_REQUIRE_ISAS", "").split(",") if isa]
 

@@ -179,6 +179,6 @@ concept Isa = HasConstants<T> && HasLanes<T> && HasConversions<T> && HasPanels<T
 
 // Found with `requires` where they are used, since only some tiers gain from them: dot_row
 // (gemm/dot_step.h), store_transposed (conv/small_groups_epilogue.h), pair_half and interleave_half
-// of two (conv/depthwise_slide_two.h), lookup_vbmi (pointwise/elementwise.h).
+// of two (conv/depthwise_slide_two.h), lookup_vbmi (pointwise/elementwise.h), to_s8 (gemm/tiles.h).
 
 }  // namespace

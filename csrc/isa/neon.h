@@ -333,4 +333,21 @@ struct Neon : NeonLanes {
 
 static_assert(Isa<Neon>);
 
+/// What tiers share whose dot products take whole quads.
+struct NeonQuads : Neon {
+  static constexpr int kSteps = 1;
+
+  template <int kStep, class V>
+  static TORCHQ_INLINE V split_src(V quad) {
+    return quad;
+  }
+  /// In lane 0 only, where dot products by element read it. Half a register: of a whole one GCC 12
+  /// clears the other half, an instruction for each load.
+  static TORCHQ_INLINE uint8x8_t broadcast(const uint8_t* p) {
+    return vcreate_u8(read<uint32_t>(p));
+  }
+  using Neon::flip_sign;
+  static TORCHQ_INLINE uint8x8_t flip_sign(uint8x8_t v) { return veor_u8(v, vdup_n_u8(0x80)); }
+};
+
 }  // namespace

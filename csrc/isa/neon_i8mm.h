@@ -6,21 +6,12 @@
 
 namespace {
 
-struct NeonI8mm : Neon {
+struct NeonI8mm : NeonQuads {
   static constexpr Tier kTier = Tier::neon_i8mm;
-  static constexpr int kSteps = 1;
 
-  template <int kStep, class V>
-  static TORCHQ_INLINE V split_src(V quad) {
-    return quad;
-  }
-  /// In lane 0 only, where SUDOT by element reads it.
-  static TORCHQ_INLINE uint8x16_t broadcast(const uint8_t* p) {
-    return vcombine_u8(vcreate_u8(read<uint32_t>(p)), vcreate_u8(0));
-  }
-  static TORCHQ_INLINE void dot(Int& acc, uint8x16_t src, Int weight) {
+  static TORCHQ_INLINE void dot(Int& acc, uint8x8_t src, Int weight) {
     const auto multiply = [&](int32x4_t a, int32x4_t w) {
-      return vsudotq_laneq_s32(a, vreinterpretq_s8_s32(w), src, 0);
+      return vsudotq_lane_s32(a, vreinterpretq_s8_s32(w), src, 0);
     };
     acc = each<Int>(multiply, acc, weight);
   }
@@ -36,9 +27,9 @@ struct NeonI8mm : Neon {
     };
     acc = each<Int>(multiply, acc, src, weight);
   }
-  static TORCHQ_INLINE void dot_codes(Int& acc, Int codes, uint8x16_t quad) {
+  static TORCHQ_INLINE void dot_codes(Int& acc, Int codes, uint8x8_t quad) {
     const auto multiply = [&](int32x4_t a, int32x4_t c) {
-      return vusdotq_laneq_s32(a, vreinterpretq_u8_s32(c), vreinterpretq_s8_u8(quad), 0);
+      return vusdotq_lane_s32(a, vreinterpretq_u8_s32(c), vreinterpret_s8_u8(quad), 0);
     };
     acc = each<Int>(multiply, acc, codes);
   }

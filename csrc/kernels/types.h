@@ -18,7 +18,16 @@ constexpr int kTileRows = 6;
 
 enum class DType : int { u8, s8, s32, f32 };
 
-enum class Tier : int { reference, avx2, avx2_vnni, avx512, avx512_vnni, neon, neon_i8mm };
+enum class Tier : int {
+  reference,
+  avx2,
+  avx2_vnni,
+  avx512,
+  avx512_vnni,
+  neon,
+  neon_dotprod,
+  neon_i8mm
+};
 
 /// A tier's kernels of one family, such as PoolKernels (contract.h of each family). Each is defined
 /// in an object of its own: <family>.cpp is compiled once for each tier, whose trait is TORCHQ_ISA.

@@ -45,6 +45,9 @@ bool has_amx() {
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 #elif defined(__aarch64__)
+/// SDOT, of Armv8.4 and of most CPUs of Armv8.2.
+bool has_dotprod() { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0; }
+
 /// USDOT, of Armv8.6 and of some CPUs before it.
 bool has_i8mm() {
   constexpr unsigned long kI8mm = 1ul << 13;
@@ -80,6 +83,7 @@ const std::vector<Entry>& tiers() {
     list.push_back({amx, kEmulated || (vnni && has_amx())});
 #elif defined(__aarch64__)
     list.push_back({make_kernels<Tier::neon>("neon"), true});
+    list.push_back({make_kernels<Tier::neon_dotprod>("neon_dotprod"), has_dotprod()});
     list.push_back({make_kernels<Tier::neon_i8mm>("neon_i8mm"), has_i8mm()});
 #endif
     return list;

@@ -23,7 +23,7 @@ from torchq.ops import LIBRARY_PATH
 ROOT = Path(__file__).parents[2]
 TIERS_OF = {
     "x86_64": ["avx2", "avx2_vnni", "avx512", "avx512_vnni", "amx"],
-    "aarch64": ["neon", "neon_i8mm"],
+    "aarch64": ["neon", "neon_dotprod", "neon_i8mm"],
 }
 TIERS = ["reference", *TIERS_OF.get(platform.machine(), [])]
 FOLDER = ROOT / "build" / f"torch-{torch.__version__}" / "isa"
@@ -131,6 +131,7 @@ def test_supported_isas_are_ordered_and_start_with_the_reference():
     assert ("avx2_vnni" in supported) == ("avx_vnni" in flags)
     assert ("avx512_vnni" in supported) == ("avx512_vnni" in flags)
     assert ("amx" in supported) == ("amx_int8" in flags)
+    assert ("neon_dotprod" in supported) == ("asimddp" in flags)
     assert ("neon_i8mm" in supported) == ("i8mm" in flags)
 
 

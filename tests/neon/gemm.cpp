@@ -9,7 +9,7 @@ namespace {
 
 void check_product(const Kernels& k) {
   const int rows = static_cast<int>(chance(20) ? between(17, 60) : between(1, 16));
-  const int panels = static_cast<int>(between(1, 5));
+  const int panels = static_cast<int>(chance(5) ? between(6, 40) : between(1, 5));
   const int channels = static_cast<int>(panels * kPanel - (chance(50) ? 0 : between(1, 15)));
   const int first = static_cast<int>(kPanel * between(0, 2));  // channel of the first panel
   const int all = first + channels + static_cast<int>(between(0, 3));

@@ -30,10 +30,14 @@ void report_crash(int) {
 std::vector<Kernels> tiers() {
 #if defined(__aarch64__)
   constexpr unsigned long kI8mm = 1ul << 13;  // HWCAP2
-  const Kernels neon = make_kernels<Tier::neon>("neon");
-  if (getauxval(AT_HWCAP2) & kI8mm) return {neon, make_kernels<Tier::neon_i8mm>("neon_i8mm")};
-  std::printf("neon_i8mm: not on this CPU\n");
-  return {neon};
+  std::vector<Kernels> list = {make_kernels<Tier::neon>("neon")};
+  const auto add = [&](const Kernels& tier, bool supported) {
+    if (supported) return list.push_back(tier);
+    std::printf("%s: not on this CPU\n", tier.isa);
+  };
+  add(make_kernels<Tier::neon_dotprod>("neon_dotprod"), getauxval(AT_HWCAP) & HWCAP_ASIMDDP);
+  add(make_kernels<Tier::neon_i8mm>("neon_i8mm"), getauxval(AT_HWCAP2) & kI8mm);
+  return list;
 #else
   return {make_kernels<Tier::avx2>("avx2")};
 #endif

@@ -36,7 +36,10 @@ DEBIAN += " python3.11 python3.11-minimal libpython3.11-minimal libpython3.11-st
 TORCH = [f"torch=={version('torch').partition('+')[0]}"]  # that of this environment
 TORCH_NEEDS = ["numpy", "typing_extensions", "sympy", "networkx", "jinja2", "fsspec", "filelock"]
 # CPUs of the emulator -> their tiers besides reference.
-CPUS = {"neoverse-n1": ["neon"], "max,sve=off": ["neon", "neon_i8mm"]}
+CPUS = {
+    "neoverse-n1": ["neon", "neon_dotprod"],
+    "max,sve=off": ["neon", "neon_dotprod", "neon_i8mm"],
+}
 # Without these files torch's detection of the CPU fails in the emulator.
 CPU_INFO = """processor\t: 0
 BogoMIPS\t: 50.00

@@ -28,8 +28,9 @@ RECIPES: tuple[RecipeName, ...] = get_args(RecipeName)
 SrcRange: TypeAlias = Literal["per_tensor", "per_row"]
 """Values that share one scale of a dynamic layer's source."""
 Tier: TypeAlias = Literal[
-    "reference", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "amx", "neon", "neon_i8mm"
-]
+    "reference", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "amx",
+    "neon", "neon_dotprod", "neon_i8mm",
+]  # fmt: skip
 """Instruction sets that kernels are written for."""
 Rounding: TypeAlias = Literal["nearest", "environment", "stochastic"]
 """Modes of rounding dst to integers."""

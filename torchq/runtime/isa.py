@@ -2,8 +2,9 @@
 """Selects the instruction set that runs: one tier of those that the CPU has.
 
 They are ``reference``, on x86-64 ``avx2``, ``avx2_vnni``, ``avx512``, ``avx512_vnni`` and ``amx``,
-on AArch64 ``neon`` and ``neon_i8mm``. All return the same bits. The default is the best one;
-``TORCHQ_ISA=avx2`` selects another for the process, :func:`use_isa` for a block of code.
+on AArch64 ``neon``, ``neon_dotprod`` and ``neon_i8mm``. All return the same bits. The default is
+the best one; ``TORCHQ_ISA=avx2`` selects another for the process, :func:`use_isa` for a block of
+code.
 """
 
 from __future__ import annotations

@@ -7,7 +7,11 @@ template <class Isa>
 constexpr GemmKernels make_entries() {
   GemmKernels k{};
   k.widening = Isa::kSteps;
-  k.gemm = &gemm<Isa, WeightForm::kWhole>;
+  if constexpr (kMultipliesS8<Isa>) {
+    k.gemm = &gemm_s8<Isa>;
+  } else {
+    k.gemm = &gemm<Isa, WeightForm::kWhole>;
+  }
   if constexpr (Isa::kHasNarrow) k.gemm_narrow = &gemm<Isa, WeightForm::kNarrow>;
   if constexpr (Isa::kWidensSrc) k.gemm_split = &gemm<Isa, WeightForm::kSplit>;
   if constexpr (kJoinsGroups<Isa>) k.gemm_groups = &gemm_groups<Isa>;

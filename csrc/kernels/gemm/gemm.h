@@ -163,6 +163,40 @@ void gemm(const GemmTile& t, const Epilogue& e) {
   if (panel < t.panels) gemm_rest<Isa, kMost, kWeights>(t, e, panel);
 }
 
+/// Panels that gemm_s8 takes many rows through at a time: their acc_init is 1 KB of the stack.
+constexpr int kS8Panels = 16;
+
+/// `gemm` where tiles multiply src - 128 (kMultipliesS8): adds 128 times the sum of each channel's
+/// weights to acc_init, once for all rows of a call. A source of zeros makes -128 times that sum.
+template <class Isa>
+void gemm_s8(const GemmTile& t, const Epilogue& e) {
+  const uint8_t zeros[kQuad] = {};
+  const auto src = Isa::to_s8(Isa::broadcast(zeros));
+  alignas(64) int32_t acc_init[kS8Panels * kPanel];
+  GemmTile part = t;
+  part.acc_init = acc_init;
+  // Few rows take one panel at a time, while its weights are in L1 from being summed.
+  const int most = t.rows <= kFewRows ? 1 : kS8Panels;
+  for (int panel = 0; panel < t.panels; panel += most) {
+    part.weight = t.weight + panel * t.panel_stride;
+    part.panels = min_int(t.panels - panel, most);
+    part.channel = t.channel + panel * kPanel;
+    part.channels = min_int(t.channels - panel * kPanel, part.panels * kPanel);
+    for (int p = 0; p < part.panels; ++p) {
+      auto sum = Isa::zero();
+      for (const GemmRun* run = t.runs; run != t.runs + t.num_runs; ++run) {
+        const int8_t* weight = part.weight + p * t.panel_stride + run->weight_offset;
+        for (int64_t q = 0; q < run->quads; ++q, weight += kPanel * kQuad) {
+          Isa::dot(sum, src, Isa::load_weight(weight));
+        }
+      }
+      const auto init = Isa::load_int(t.acc_init + (panel + p) * kPanel);
+      Isa::store_int(acc_init + p * kPanel, Isa::sub(init, sum));
+    }
+    gemm<Isa, WeightForm::kWhole>(part, e);
+  }
+}
+
 /// Four panels of one or two channels' groups at a time, the groups that are left one by one.
 template <class Isa>
 void gemm_groups(const GemmTile& t, const Epilogue& e) {

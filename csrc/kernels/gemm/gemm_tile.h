@@ -75,8 +75,13 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int first, 
       if constexpr (MR > kTileRows) asm("" : "+m"(end));  // no general register is left
       const auto quad = [&](int r, int p = 0) {
         const auto q = Isa::broadcast(row[r] + k + p * kPanel);
-        if constexpr (kForm == kSigned) return Isa::flip_sign(q);
-        return q;
+        if constexpr (kMultipliesS8<Isa>) {
+          return Isa::to_s8(kForm == kSigned ? Isa::flip_sign(q) : q);
+        } else if constexpr (kForm == kSigned) {
+          return Isa::flip_sign(q);
+        } else {
+          return q;
+        }
       };
       if constexpr (kPrefetch == kNextPanelsL2) {
         Isa::prefetch_l2(weight + distance);

@@ -56,6 +56,11 @@ TORCHQ_INLINE SrcForm src_form(const GemmTile& t) {
   return t.widened ? kWidened : t.flip ? kSigned : kUnsigned;
 }
 
+/// True for tiers that multiply s8 by s8 only: tiles multiply src - 128, and acc_init has what that
+/// leaves out (gemm_s8 in gemm.h).
+template <class Isa>
+constexpr bool kMultipliesS8 = requires { Isa::to_s8(Isa::broadcast(nullptr)); };
+
 /// True for tiers whose tiles span several groups. Groups of 16 or 32 channels have one panel or
 /// two, and tiles of one group have few sums. Emerald Rapids, 3x3, against tiles of 10 x 1 and 6 x
 /// 2: 1.31 to 1.41x faster with 16 channels, 1.10x with 32.
