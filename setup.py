@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Distribution, Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
@@ -236,6 +237,21 @@ def extension(name: str, folders: list[str], libraries: list[str], link: list[st
     )
 
 
+class Torchq(Distribution):
+    """Completes what pyproject.toml says of the project."""
+
+    def parse_config_files(self, *args: object, **kwargs: object) -> None:
+        """Make links and pictures of README absolute: its text is the page on PyPI, too."""
+        super().parse_config_files(*args, **kwargs)
+        source, tag = self.metadata.project_urls["Source"], f"v{self.metadata.version}"
+
+        def absolute(link: re.Match[str]) -> str:
+            return f"{link[0]}{source}/{'raw' if link[1] else 'blob'}/{tag}/"
+
+        text = self.metadata.long_description
+        self.metadata.long_description = re.sub(r"(!?)\[[^]]*\]\((?![a-z]+:|#)", absolute, text)
+
+
 class Wheel(bdist_wheel):
     """Tags the wheel of TORCHQ_WHEEL for every Python, since it has a torchq._C for each."""
 
@@ -261,6 +277,8 @@ for version in PYTHONS:
     bindings[-1].include_dirs.append(include)
 
 setup(
+    distclass=Torchq,
+    platforms=["Linux x86_64", "Linux aarch64"],  # no classifier names a machine
     ext_modules=[library, *bindings],
     cmdclass={"build_ext": BuildTorchq, "bdist_wheel": Wheel},
 )
