@@ -35,6 +35,8 @@ BUILD = ROOT / "build" / (f"torch-{torch.__version__}" + (f"-{MACHINE}" if MACHI
 # GCC 12 reports its own _mm512_undefined_* and torch's SmallVector as uninitialized.
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 COMMON = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
+# Folders stay out of messages, so that each machine builds the same bytes.
+COMMON += [f"-ffile-prefix-map={folder}/=" for folder in (ROOT, TORCH.parent)]
 # Without these GCC 12 moves accumulators between registers in the K loops: 160 moves, with them 0.
 KERNEL = ["-fira-region=all", "-frename-registers"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"]
