@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "wheel"))
 import release
@@ -61,13 +62,23 @@ def test_a_release_lacks_nothing(tree: Path) -> None:
     [
         (lambda tree: (tree / "new").touch(), "the tree has changes"),
         (released, "version 1.2.3 was released before"),
+        (lambda tree: release.git(tree, "tag", "v1.3.0"), "the tag of this commit is not v1.2.3"),
         (edit("torchq/__init__.py", "1.2.3", "1.2.4"), "CHANGELOG.md has no section [1.2.4]"),
         (edit("CHANGELOG.md", " - 2030-01-31", ""), "CHANGELOG.md has no section [1.2.3]"),
         (edit("CHANGELOG.md", "[Unreleased]\n", "[Unreleased]\n\n- More.\n"), "still has changes"),
         (edit("pyproject.toml", "true", "false"), "published is false"),
         (edit("pyproject.toml", ".example", ".invalid"), "Source is a placeholder"),
     ],
-    ids=["dirty", "tagged", "no-section", "no-date", "unreleased", "published", "placeholder"],
+    ids=[
+        "dirty",
+        "released",
+        "tag",
+        "no-section",
+        "no-date",
+        "unreleased",
+        "published",
+        "placeholder",
+    ],
 )
 def test_what_a_release_lacks(tree: Path, change: Callable[[Path], object], problem: str) -> None:
     change(tree)
@@ -81,6 +92,22 @@ def test_wheels_that_differ(tmp_path: Path) -> None:
             wheel.writestr(zipfile.ZipInfo("torchq/__init__.py"), text)
     assert release.what_differs(tmp_path / "one", tmp_path / "same") == []
     assert release.what_differs(tmp_path / "one", tmp_path / "two") == ["torchq/__init__.py"]
+
+
+def test_workflows_call_only_targets_of_the_makefile() -> None:
+    targets = re.findall(
+        r"^([a-z][a-z0-9-]*):", release.read(release.ROOT, "Makefile"), re.MULTILINE
+    )
+    called = set()
+    for path in release.ROOT.glob(".github/workflows/*.yml"):
+        for job in yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"].values():
+            commands = [step["run"] for step in job["steps"] if "run" in step]
+            assert all(command.startswith("make ") for command in commands), path
+            rows = job.get("strategy", {"matrix": {"include": []}})["matrix"]["include"]
+            words = [*commands, *(row.get("target", "") for row in rows)]
+            called |= set(re.findall(r"(?<!\S)[a-z][a-z-]*(?!\S)", " ".join(words))) - {"make"}
+    assert called - {*targets} == set()
+    assert called >= {"lint", "docs", "test", "test-slow", "wheel", "wheel-test", "release-check"}
 
 
 def test_the_matrix_has_the_releases_that_the_wheel_is_tried_with() -> None:

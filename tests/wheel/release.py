@@ -42,6 +42,8 @@ def what_the_tree_lacks(root: Path) -> list[str]:
         found.append(f"the version {version} is not MAJOR.MINOR.PATCH")
     if f"v{version}" in git(root, "tag", "--no-contains", "HEAD").split():
         found.append(f"version {version} was released before: v{version} is another commit")
+    if [tag for tag in git(root, "tag", "--points-at", "HEAD").split() if tag != f"v{version}"]:
+        found.append(f"the tag of this commit is not v{version}")
     sections = re.split(r"^## ", read(root, "CHANGELOG.md"), flags=re.MULTILINE)[1:]
     unreleased, newest = sections[0], sections[1] if len(sections) > 1 else ""
     if unreleased.strip() != "[Unreleased]":
