@@ -146,6 +146,7 @@ release-check: $(VENV)/.wheel  ## All that can be checked before a release (RELE
 	$(call build_wheel,$(MACHINE),,$(RELEASED))
 	$(BIN)/python tests/wheel/release.py same dist/*_$(MACHINE).whl $(RELEASED)/dist/*.whl
 	$(BIN)/python -m twine check --strict dist/*
+	mkdir -p build/sbom && $(BIN)/python tests/wheel/sbom.py build/sbom dist/*.whl
 	$(MAKE) --no-print-directory wheel-test $(if $(AARCH64),wheel-test-aarch64)
 
 lint: $(VENV)/.lint  ## ruff, mypy and clang-format, with the versions pinned in pyproject.toml

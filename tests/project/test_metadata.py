@@ -70,3 +70,7 @@ def test_the_page_on_pypi_links_to_files_of_the_release(html: str) -> None:
 
 def test_the_page_on_pypi_keeps_its_table_code_and_picture(html: str) -> None:
     assert html.count("<table>") == html.count("<img ") == html.count('<pre lang="python">') == 1
+
+
+def test_the_wheel_has_the_notices_of_what_is_compiled_in(metadata: Message) -> None:
+    assert metadata.get_all("License-File") == ["LICENSE", "NOTICE"]
