@@ -28,7 +28,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-slow test-all test-emulated test-sanitized test-neon test-report conformance zoo docs \
-  wheel wheel-test wheel-aarch64 wheel-test-aarch64 lint format bench build clean distclean
+  wheel wheel-test wheel-aarch64 wheel-test-aarch64 release-check lint format bench build clean distclean
 
 help:  ## This list
 	@sed -n 's/^\([a-z][a-z0-9-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 27
@@ -103,22 +103,23 @@ docs: $(VENV)/.docs  ## The site, in docs/_build/html; a warning is an error
 
 build: $(LIBRARY)  ## Only the environment and the extension
 
-# For a machine, with variables of its build. auditwheel's --plat offers only tags of this machine, so
-# it chooses one, and then the wheel is tagged as torch's own are. torch's libraries are the user's,
-# and libgomp the one that torch brings.
+# For a machine, with variables of its build, of the tree in a folder. auditwheel's --plat offers only
+# tags of this machine, so it chooses one, and then the wheel is tagged as torch's own are. torch's
+# libraries are the user's, and libgomp the one that torch brings. Files have the time of the commit.
 define build_wheel
-rm -rf build/lib.* build/bdist.* build/wheel dist/*_$(1).whl
-TORCHQ_WHEEL=1 $(2) $(BIN)/python -m build --no-isolation --wheel --outdir build/wheel
-PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --only-plat --wheel-dir build/wheel/repaired \
+cd $(3) && rm -rf build/lib.* build/bdist.* build/wheel dist/*_$(1).whl
+cd $(3) && TORCHQ_WHEEL=1 $(2) $(CURDIR)/$(BIN)/python -m build --no-isolation --wheel --outdir build/wheel
+cd $(3) && PATH=$(CURDIR)/$(BIN):$$PATH python -m auditwheel repair --only-plat --wheel-dir build/wheel/repaired \
   --exclude 'libtorch*.so' --exclude libc10.so --exclude libgomp.so.1 build/wheel/*.whl
-@ls build/wheel/repaired | grep -qE 'manylinux_2_(5|1[0-9]|2[0-8])_' || { echo "torchq: the wheel needs a" \
+@ls $(3)/build/wheel/repaired | grep -qE 'manylinux_2_(5|1[0-9]|2[0-8])_' || { echo "torchq: the wheel needs a" \
   "glibc newer than 2.28: build it with an older toolchain." >&2; exit 1; }
-$(BIN)/python -m wheel tags --platform-tag manylinux_2_28_$(1) build/wheel/repaired/*.whl
-mkdir -p dist && mv build/wheel/repaired/*-manylinux_2_28_$(1).whl dist
+cd $(3) && $(CURDIR)/$(BIN)/python -m wheel tags --platform-tag manylinux_2_28_$(1) build/wheel/repaired/*.whl
+cd $(3) && mkdir -p dist && mv build/wheel/repaired/*-manylinux_2_28_$(1).whl dist
 endef
+wheel wheel-aarch64 release-check: export SOURCE_DATE_EPOCH ?= $(or $(shell git log -1 --format=%ct 2>/dev/null),$(shell date +%s))
 
 wheel: $(VENV)/.wheel  ## dist/: a wheel for Python 3.10 to 3.13, and an sdist
-	$(call build_wheel,$(MACHINE))
+	$(call build_wheel,$(MACHINE),,.)
 	rm -f dist/*.tar.gz
 	$(BIN)/python -m build --no-isolation --sdist --outdir dist
 
@@ -128,10 +129,25 @@ wheel-test: $(LIBRARY)  ## The wheel in dist/ beside every torch and Python it s
 wheel-aarch64: $(VENV)/.wheel  ## dist/: the wheel for AArch64, built here (Debian: apt install g++-aarch64-linux-gnu qemu-user)
 	$(BIN)/python tests/wheel/aarch64.py root
 	$(call build_wheel,aarch64,_PYTHON_HOST_PLATFORM=linux-aarch64 CXX=aarch64-linux-gnu-g++ \
-	  TORCHQ_TORCH=$(CURDIR)/build/aarch64/root/usr/lib/python3/dist-packages/torch)
+	  TORCHQ_TORCH=$(CURDIR)/build/aarch64/root/usr/lib/python3/dist-packages/torch,.)
 
 wheel-test-aarch64: $(LIBRARY)  ## That wheel in an emulator: the same bits as here; takes a quarter of an hour
 	$(BIN)/python tests/wheel/aarch64.py test dist/*_aarch64.whl
+
+# AARCH64=1: the wheel of that machine, too. ARGS are those of wheel-test. A second wheel is compiled
+# from nothing, in another folder, and has to be the same bytes.
+AARCH64 ?=
+RELEASED := build/release
+release-check: $(VENV)/.wheel  ## All that can be checked before a release (RELEASING.md); downloads gigabytes
+	$(BIN)/python tests/wheel/release.py tree
+	rm -rf dist $(RELEASED)
+	$(MAKE) --no-print-directory lint docs wheel $(if $(AARCH64),wheel-aarch64)
+	mkdir -p $(RELEASED) && git archive HEAD | tar -x --no-same-permissions -C $(RELEASED)
+	$(call build_wheel,$(MACHINE),,$(RELEASED))
+	$(BIN)/python tests/wheel/release.py same dist/*_$(MACHINE).whl $(RELEASED)/dist/*.whl
+	$(BIN)/python -m twine check --strict dist/*
+	mkdir -p build/sbom && $(BIN)/python tests/wheel/sbom.py build/sbom dist/*.whl
+	$(MAKE) --no-print-directory wheel-test $(if $(AARCH64),wheel-test-aarch64)
 
 lint: $(VENV)/.lint  ## ruff, mypy and clang-format, with the versions pinned in pyproject.toml
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Distribution, Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
@@ -34,6 +35,8 @@ BUILD = ROOT / "build" / (f"torch-{torch.__version__}" + (f"-{MACHINE}" if MACHI
 # GCC 12 reports its own _mm512_undefined_* and torch's SmallVector as uninitialized.
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 COMMON = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
+# Folders stay out of messages, so that each machine builds the same bytes.
+COMMON += [f"-ffile-prefix-map={folder}/=" for folder in (ROOT, TORCH.parent)]
 # Without these GCC 12 moves accumulators between registers in the K loops: 160 moves, with them 0.
 KERNEL = ["-fira-region=all", "-frename-registers"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"]
@@ -240,6 +243,21 @@ def extension(name: str, folders: list[str], libraries: list[str], link: list[st
     )
 
 
+class Torchq(Distribution):
+    """Completes what pyproject.toml says of the project."""
+
+    def parse_config_files(self, *args: object, **kwargs: object) -> None:
+        """Make links and pictures of README absolute: its text is the page on PyPI, too."""
+        super().parse_config_files(*args, **kwargs)
+        source, tag = self.metadata.project_urls["Source"], f"v{self.metadata.version}"
+
+        def absolute(link: re.Match[str]) -> str:
+            return f"{link[0]}{source}/{'raw' if link[1] else 'blob'}/{tag}/"
+
+        text = self.metadata.long_description
+        self.metadata.long_description = re.sub(r"(!?)\[[^]]*\]\((?![a-z]+:|#)", absolute, text)
+
+
 class Wheel(bdist_wheel):
     """Tags the wheel of TORCHQ_WHEEL for every Python, since it has a torchq._C for each."""
 
@@ -265,6 +283,8 @@ for version in PYTHONS:
     bindings[-1].include_dirs.append(include)
 
 setup(
+    distclass=Torchq,
+    platforms=["Linux x86_64", "Linux aarch64"],  # no classifier names a machine
     ext_modules=[library, *bindings],
     cmdclass={"build_ext": BuildTorchq, "bdist_wheel": Wheel},
 )

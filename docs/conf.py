@@ -6,15 +6,23 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 sys.path.insert(0, str(Path(__file__).parent / "_extensions"))
 
 import public
 
 import torchq
 
+about = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+addresses = about["project"]["urls"]
+
 project = "torchq"
-author = "The torchq authors"
-copyright = "the torchq authors, Apache-2.0"
+author = about["project"]["authors"][0]["name"]
+copyright = f"{author}, Apache-2.0"
 version = release = torchq.__version__
 
 extensions = [
@@ -54,7 +62,13 @@ html_css_files = ["site.css"]
 html_extra_path = ["llms.txt"]
 html_copy_source = False
 html_show_sphinx = False
-html_theme_options = {"navigation_with_keys": True}
+html_theme_options = {
+    "navigation_with_keys": True,
+    "footer_icons": [
+        {"name": name, "url": addresses[name], "html": name, "class": ""}
+        for name in ("Source", "Issues")
+    ],
+}
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
