@@ -88,7 +88,7 @@ test-sanitized: $(LIBRARY)  ## Kernels, ops and loaders under Address-, Undefine
 test-neon:  ## The NEON kernels against the reference in an emulator (Debian: apt install g++-aarch64-linux-gnu qemu-user)
 	$(MAKE) --no-print-directory -C tests/neon
 
-conformance: $(LIBRARY)  ## 4800 random cases beside real oneDNN; writes docs/conformance.md
+conformance: $(LIBRARY)  ## 9300 random cases beside real oneDNN of two versions; writes docs/conformance.md
 	$(BIN)/python tests/conformance/run.py --markdown docs/conformance.md $(ARGS)
 
 zoo: $(VENV)/.bench  ## Whole published networks at full size, beside the peers

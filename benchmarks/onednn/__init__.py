@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import torchq
-from benchmarks.onednn.program import WheelsUnavailableError, build
+from benchmarks.onednn.program import WheelsUnavailableError, build, downloaded, environment
 from benchmarks.onednn.request import Depthwise, Request, geometry, layout_order, per_dim, plain
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "Timing",
     "WheelsUnavailableError",
     "build",
+    "downloaded",
     "sums_are_exact",
 ]
 
@@ -66,7 +67,7 @@ class Peer:
     """A running oneDNN. Tensors are logical (N, C, ...); what crosses the pipe is channels-last.
 
     Args:
-        threads: OpenMP threads of the process.
+        threads: Threads of the process.
         version: Version of oneDNN.
         max_isa: The most it may use of the CPU, ``"AVX512_CORE_VNNI"`` for example; "" is all.
 
@@ -84,7 +85,7 @@ class Peer:
             stdout=subprocess.PIPE,
             env={
                 **os.environ,
-                "OMP_NUM_THREADS": str(threads),
+                **environment(version, threads),
                 **({"ONEDNN_MAX_CPU_ISA": max_isa} if max_isa else {}),
             },
         )

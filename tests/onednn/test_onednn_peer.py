@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from peers import exact_weight, start_onednn
+from peers import LARGE, exact_weight, start_onednn
 from torch import Tensor
 
 from benchmarks.onednn import Peer, RefusedError, Timing
@@ -219,6 +219,15 @@ def test_version_2_has_output_scales_and_scaled_eltwise() -> None:
     assert_off_by_one(dst, (100 * acc.tanh()).round())
 
 
+def test_the_newest_version_runs_on_the_cpu() -> None:
+    """It knows the CPU as a device of SYCL."""
+    src, weight = random_q(torch.uint8, 2, 8, 5, 6), random_weight(4, 8, 3, 3)
+    with start_onednn(version=LARGE) as peer:
+        dst = peer.convolution(src, weight, padding=1, dst_dtype=torch.int32)
+        assert "jit" in peer.implementation or "brg" in peer.implementation
+    assert torch.equal(dst.long(), F.conv2d(src.long(), weight.long(), padding=1))
+
+
 def test_refusal_names_the_reason_and_the_peer_lives_on(peer: Peer) -> None:
     src, weight = random_q(torch.uint8, 1, 8, 4, 4), random_weight(8, 8, 1, 1)
     with pytest.raises(RefusedError, match=r"refuses convolution: .*\(unimplemented\)"):
@@ -255,5 +264,7 @@ def test_a_dead_process_is_reported() -> None:
 
 
 def test_unknown_version() -> None:
-    with pytest.raises(ValueError, match=r"version must be one of \['3.2', '2.6'\], got '1.0'"):
+    with pytest.raises(
+        ValueError, match=r"version must be one of \['3.13', '3.2', '2.6'\], got '1.0'"
+    ):
         Peer(version="1.0")

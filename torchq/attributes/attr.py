@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from torchq.attributes.arguments import (
 from torchq.attributes.options import Rounding
 from torchq.attributes.post_op import read_post_ops
 from torchq.attributes.post_ops import PostOps
+from torchq.attributes.refused import missing_attribute
 
 KINDS = ("output_scales", "scales", "zero_points", "rnn_weights", "rnn_weights_projection")
 # Kinds that belong to one argument: the text leaves it out.
@@ -332,6 +333,12 @@ class Attr:
     def _key(self) -> tuple[object, ...]:
         params = sorted(self._params.items(), key=lambda item: item[0])
         return str(self), self._post_ops, *(content(param.values) for _, param in params)
+
+    if not TYPE_CHECKING:  # type checkers shall find a misspelt name themselves
+
+        def __getattr__(self, name: str) -> Any:
+            """Name the reason where oneDNN has the setter."""
+            raise missing_attribute(name)
 
     def __str__(self) -> str:
         """Return the one-line text, without values."""
