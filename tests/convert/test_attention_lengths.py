@@ -128,7 +128,7 @@ class WithState(nn.Module):
 
 @pytest.mark.parametrize("spelled", [False, True])
 def test_the_models_own_code_attends(spelled: bool) -> None:
-    """What reads an average in code without a graph is dynamic, as in a graph."""
+    """In code without a graph, what reads an average is dynamic, as in a graph."""
     torch.manual_seed(0)
     model, mean = WithState(spelled).eval(), torch.randn(WIDTH)
     data = [torch.randn(2, 500, WIDTH) + mean for _ in range(3)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the wheel and the pages say of the project: addresses, README as the page on PyPI."""
+"""Addresses are told once, and README is the page on PyPI."""
 
 from __future__ import annotations
 
