@@ -233,3 +233,48 @@ def test_group_norm_by_its_native_name(tmp_path: Path) -> None:
     assert torch.equal(torchq.load(tmp_path / "file")(x), nn.functional.group_norm(x, 3))
     scripted = torch.jit.script(torchq.load(tmp_path / "file"))
     assert torch.equal(scripted(x), nn.functional.group_norm(x, 3))
+
+
+def test_a_report_does_not_hide_parts(tmp_path: Path) -> None:
+    """Its names are attributes of the model, which code reads before tensors of these names."""
+    path, x = tmp_path / "file", torch.randn(4, 8)
+    torchq.save(torchq.quantize(Net().eval(), [x]), path)
+    report = {k: v for k, v in read_tensors(path)[0].items() if k.endswith("torchq_report")}
+    assert len(report) == 1
+    part = ["get_attr", "part", "torchq_report", [], {"dict": {}}]
+    last = ["call_function", "y", "torch.add", [{"node": "x"}, {"node": "part"}], {"dict": {}}]
+    key = "torchq_graph.torchq_report"
+    _graph_file(path, [part, last], {**report, key: torch.ones(1)})
+    with pytest.raises(ValueError, match="report has the name of a part"):
+        torchq.load(path)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        ([["get_attr", "a", "a", [], {"dict": {}}, "a", {"class": "RNNCell", "fields": CELL}],
+          ["get_attr", "b", "a", [], {"dict": {}}]], "names of Python"),
+        ([["call_function", "\u4e2db", "torch.relu", [{"node": "x"}], {"dict": {}}]], "of Python"),
+        (_calls("a..b"), "names of Python"),
+    ],
+    ids=["a tensor that is a module", "no ASCII", "an empty part"],
+)  # fmt: skip
+def test_other_names_that_fx_does_not_write(nodes: list[Any], message: str, tmp_path: Path) -> None:
+    cells = {f"a.{w}": torch.ones(1, 1) for w in ("weight_ih", "weight_hh")}
+    _graph_file(tmp_path / "file", nodes, cells)
+    with pytest.raises(ValueError, match=message):
+        torchq.load(tmp_path / "file")
+
+
+def test_the_name_of_a_graph_is_a_name(tmp_path: Path) -> None:
+    path, x = tmp_path / "file", torch.randn(2)
+    _graph_file(path, [["call_function", "y", "torch.relu", [{"node": "x"}], {"dict": {}}]])
+    tensors, metadata = read_tensors(path)
+    fields = json.loads(bytes(tensors["torchq_graph"].tolist()))
+    text = json.dumps({**fields, "name": "A(Module):\n  x : int\nclass B"}).encode()
+    forged = {**tensors, "torchq_graph": torch.tensor(list(text), dtype=torch.uint8)}
+    write_tensors("test", path, forged, metadata)
+    loaded = torchq.load(path)
+    torch.jit.script(loaded).save(tmp_path / "script")
+    assert torch.equal(torch.jit.load(tmp_path / "script")(x), loaded(x))
+    assert type(loaded).__name__ == "QuantizedGraph"

@@ -312,9 +312,10 @@ def _layer(
     small: dict[str, Tensor],
 ) -> Int8Layer:
     dtype, shape = shapes.get(f"{name}.weight", ("no", []))
-    scales = small[f"{name}{_SCALE}"].float().reshape(-1)
-    if dtype != "I8" or len(shape) != 2:
+    if dtype != "I8" or len(shape) != 2 or 0 in shape:
         raise refused(folder, f"'{name}.weight' has dtype {dtype} and shape {shape}")
+    scales = small[f"{name}{_SCALE}"].reshape(-1)
+    scales = scales.float() if scales.numel() in (1, shape[0]) else scales
     if scales.numel() not in (1, shape[0]) or not bool(((scales > 0) & scales.isfinite()).all()):
         raise refused(folder, f"'{name}{_SCALE}' must be positive, 1 or {shape[0]} of them")
     zero = small.get(f"{name}.weight_zero_point")

@@ -180,7 +180,10 @@ def _loaded(
         )
     refuse_save_pretrained(loaded)
     if report is not None:
-        vars(loaded).update(read_report(report))
+        told = read_report(report)
+        if hidden := told.keys() & {*loaded._modules, *loaded._parameters, *loaded._buffers}:
+            raise ValueError(f"its report has the name of a part, {min(hidden)!r}")
+        vars(loaded).update(told)
     return refusing_conversions(name_sources(loaded).eval().requires_grad_(False))
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.attributes.json_text import read_json
+from torchq.attributes.json_text import read_json, values_in
 from torchq.capture.condition import Condition
 from torchq.capture.guards import Example
 from torchq.capture.likeness import Argument
 from torchq.convert.dispatch import Dispatch, attach
-from torchq.functional.placeholders import count
+from torchq.functional.placeholders import count, count_modules
 from torchq.nn.module import text_bytes
 from torchq.serialization.conditions import is_option, is_size
 from torchq.serialization.structures import read_structure, write_structure
@@ -23,6 +23,8 @@ CALL_KEY = "torchq_call"
 """Name of the tensor that holds the text, in the state of the graph's module."""
 
 _MOST_DIMS = 64
+_OF_A_GRAPH = 4
+"""Modules that a graph is worth: the smallest takes 4 ms."""
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
@@ -53,6 +55,8 @@ def restore(module: nn.Module, graph: nn.Module, name: str, text: Tensor) -> Non
         ValueError: the module returns a class that is not imported yet, or the text holds what
             torchq does not write.
     """
+    count_modules(_OF_A_GRAPH)
+    count("values in graphs", values_in(text_bytes(text)))
     fields = read_json(text_bytes(text))
     guards, limits = _conditions(fields["guards"], name), _conditions(fields["limits"], name)
     _check(fields, name)

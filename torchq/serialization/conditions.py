@@ -47,6 +47,7 @@ def is_path(name: Any) -> bool:
     """
     quoted = isinstance(name, str) and name.isprintable() and not {'"', "\\"} & set(name)
     quoted = quoted and unicodedata.normalize("NFKC", name) == name
+    quoted = quoted and (not name or "" not in name.split("."))
     return quoted and _OF_MODULES.isdisjoint(name.split("."))
 
 

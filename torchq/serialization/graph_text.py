@@ -109,7 +109,9 @@ def decode(
     for entry in entries:
         reader.add(*entry)
     _check_parts(reader.owned)
-    made = QuantizedGraph(reader.owned, reader.graph, str(fields["name"]))
+    name = fields["name"]  # of a class, which TorchScript writes into its source
+    known = is_name(name) and name.isascii()
+    made = QuantizedGraph(reader.owned, reader.graph, name if known else QuantizedGraph.__name__)
     for target in reader.owned:
         if not is_held(made, target):
             raise _wrong_name(target)
@@ -157,15 +159,20 @@ class _Reader:
 
     def _own(self, op: str, target: str, more: tuple[Any, ...]) -> None:
         """Take the module or tensor that a node has."""
-        if target in self.owned or op not in ("get_attr", "call_module"):
+        if op not in ("get_attr", "call_module"):
             return
         is_module = op == "call_module" or bool(more)
+        if target in self.owned:
+            if isinstance(self.owned[target], nn.Module) != is_module:
+                raise _wrong_name(target)
+            return
         self.owned[target] = self.modules(target, *more) if is_module else self.tensors[target]
 
     def _check_names(self, op: str, name: str, target: Any, kwargs: dict[str, Any]) -> None:
         """Refuse names that would not be names in the code that torch.fx writes of a graph."""
         wrong = [key for key in kwargs if not is_name(key)]
-        if not is_variable(name) or name in self.nodes:
+        # torch.fx writes ASCII, and searches for a name that is free in place of any other
+        if not is_variable(name) or not name.isascii() or name in self.nodes:
             wrong.append(name)
         if op == "placeholder" and (not is_variable(target) or target in self.inputs):
             wrong.append(target)

@@ -90,11 +90,6 @@ class ObservedLeaf(Leaf):
             return dst.contiguous()
         return dst.movedim(1, -1).contiguous().movedim(-1, 1)
 
-    @property
-    def calibrated(self) -> bool:
-        """Return whether its own calls have recorded all that its conversion needs."""
-        return all(one is None or one.calibrated for one in (self.observer, self.sample))
-
     def watch(self, watches: Iterable[Watch]) -> None:
         """Record what the watches of its plan say."""
         for watch in watches:
