@@ -18,7 +18,7 @@ _LIMITS: dict[str, tuple[int, float]] = {
     "bytes of memory": (1 << 20, 2),
     "modules": (1_000, 1 / 1_000),  # one takes a millisecond, and a kilobyte of its file
     "values of specs": (500_000, 1 / 100),  # 90 MB of objects
-    "nodes of graphs": (10_000, 1 / 300),  # encoders of 48 layers have 3,000; a node takes 8 KB
+    "nodes of graphs": (9_000, 1 / 600),  # encoders of 48 layers have 3,000; 0.3 ms and 8 KB each
     "values in graphs": (100_000, 1 / 100),  # in arguments of nodes; a value takes 0.7 KB
     "sizes of arguments": (4_000, 1 / 1_000),  # of the calls that take graphs
     "conditions": (2_000, 1 / 1_000),  # models here have up to 70
