@@ -46,9 +46,9 @@ def converted_leaf(
     layer, observer = own.plan.layer_at.get(op.node), leaf.observer
     if layer is None or observer is None:
         return leaf.module
-    if not calls and must_convert:
-        observer.qparams()  # raises where nothing was recorded
     sources = [*calls, *([own.source(layer)] if observer.calibrated else [])]
+    if not sources and must_convert:
+        observer.qparams()  # raises: nothing was recorded
     if not sources:
         return leaf.module
     first, *others = sources

@@ -7,7 +7,7 @@ A few bytes of a file can name large sizes, and many modules. So what its specs 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -25,7 +25,7 @@ _LIMITS: dict[str, tuple[int, float]] = {
     "characters of conditions": (1 << 17, 1 / 8),
 }
 """What a file may ask for -> how much of it the smallest file may, and each byte of a file more."""
-_left: ContextVar[Mapping[str, float] | None] = ContextVar("_left", default=None)
+_left: ContextVar[dict[str, float] | None] = ContextVar("_left", default=None)
 """What may still be asked for; None where nothing is counted."""
 
 OF_A_NAME = 0.25
@@ -56,15 +56,14 @@ def count(kind: str, number: float = 1) -> None:
     left = _left.get()
     if left is None:
         return
-    rest = left[kind] - max(number, 0)  # a negative size must not give more
-    if rest < 0:
+    left[kind] -= max(number, 0)  # a negative size must not give more
+    if left[kind] < 0:
         base, more = _LIMITS[kind]
         raise ValueError(
             f"torchq.load: the file must ask for no more {kind} than its tensors allow, "
-            f"{base} and {more:g} for each byte, got {-rest:g} too many. Was it written by "
+            f"{base} and {more:g} for each byte, got {-left[kind]:g} too many. Was it written by "
             "torchq.save?"
         )
-    _left.set({**left, kind: rest})
 
 
 def take(nbytes: int) -> None:
@@ -80,12 +79,12 @@ def count_modules(number: float = 1) -> None:
 @contextmanager
 def replaced_placeholders() -> Iterator[None]:
     """Give back, at the end of the block, the memory that was taken in it."""
-    before = _left.get()
+    left = _left.get() or {"bytes of memory": 0.0}
+    before = left["bytes of memory"]
     try:
         yield
     finally:
-        if before is not None:
-            _left.set({**(_left.get() or {}), "bytes of memory": before["bytes of memory"]})
+        left["bytes of memory"] = before
 
 
 def placeholder(*shape: int, dtype: torch.dtype = torch.float32, value: int = 1) -> Tensor:

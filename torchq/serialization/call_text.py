@@ -56,8 +56,9 @@ def restore(module: nn.Module, graph: nn.Module, name: str, text: Tensor) -> Non
             torchq does not write.
     """
     count_modules(_OF_A_GRAPH)
-    count("values in graphs", values_in(text_bytes(text)))
-    fields = read_json(text_bytes(text))
+    raw = text_bytes(text)
+    count("values in graphs", values_in(raw))
+    fields = read_json(raw)
     guards, limits = _conditions(fields["guards"], name), _conditions(fields["limits"], name)
     _check(fields, name)
     arguments = [Argument(i, _DTYPES[dtype], tuple(s)) for i, dtype, s in fields["arguments"]]
