@@ -135,11 +135,10 @@ def export(
     module, fakes, results = _warm(module, args, kwargs)
     wider = _widened(module, args, kwargs) if widen else None
     if wider is not None:
+        *call, of_two = wider
         with contextlib.suppress(CaptureError):
-            return _export(module, *wider, fakes)
-    exported = _export(module, args, kwargs, fakes)
-    exported.results = results
-    return exported
+            return _export(module, *call, fakes, None if results is None else of_two)
+    return _export(module, args, kwargs, fakes, results)
 
 
 def _why_not(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -225,10 +224,10 @@ def _other_values(tensor: Tensor) -> Tensor:
     return tensor / 2 if tensor.is_floating_point() else tensor.flip(0) if tensor.dim() else tensor
 
 
-def _widened(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Return the example with a batch of two, if its batch is one; None if that does not run.
+def _widened(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any, list[Tensor]] | None:
+    """Return the example with a batch of two, if its batch is one, and its float results.
 
-    torch.export takes a size of one for a constant.
+    torch.export takes a size of one for a constant. None if the module does not take two.
     """
     leaves = pytree.tree_leaves(opened((args, kwargs)))
     tensors = [t for t in leaves if isinstance(t, Tensor) and t.dim()]
@@ -240,16 +239,19 @@ def _widened(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
 
     wide = _mapped(twice, (args, kwargs))
     given = copied(*wide)
-    with torch.no_grad():
+    with torch.no_grad(), same_numbers():
         try:
             results = twin(module)(*given[0], **given[1])
         except Exception:  # of the model's own code
             return None
     found = [t for t in pytree.tree_leaves(results) if isinstance(t, Tensor)]
-    return wide if any(t.dim() and t.shape[0] == 2 for t in found) else None
+    takes_two = any(t.dim() and t.shape[0] == 2 for t in found)
+    return (*wide, float_tensors(results)) if takes_two else None
 
 
-def _export(module: nn.Module, args: Any, kwargs: Any, fakes: bool) -> Exported:
+def _export(
+    module: nn.Module, args: Any, kwargs: Any, fakes: bool, results: list[Tensor] | None
+) -> Exported:
     leaves, spec = pytree.tree_flatten(opened((args, kwargs)))
     adapter = _Adapter(as_fake_calls(as_one_call(twin(module))), leaves, spec).eval()
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
@@ -275,7 +277,8 @@ def _export(module: nn.Module, args: Any, kwargs: Any, fakes: bool) -> Exported:
         raise CaptureError(f"its code writes to its arguments or buffers ({mutated.pop()})")
     positions = adapter.positions
     arguments = _arguments(program, positions, leaves)
-    exported = Exported(program, args, kwargs, arguments, _guards(program), lines)
+    guards = _guards(program)
+    exported = Exported(program, args, kwargs, arguments, guards, lines, results=results)
     if failed := [guard for guard in exported.guards if not guard.holds(shapes_of(tensors))]:
         raise CaptureError(f"a guard of torch.export cannot be checked: {failed[0]}")
     return exported
