@@ -97,10 +97,10 @@ def _softmax(*shape: int) -> Primitive:
     )
 
 
-def _layer_norm(rows: int, width: int) -> Primitive:
+def _layer_norm(rows: int, width: int, floating: bool = False) -> Primitive:
     gamma, beta = 0.5 + torch.rand(width), torch.randn(width)
     return Primitive(
-        f"layer_norm {rows}x{width}",
+        f"layer_norm {'of f32 ' * floating}{rows}x{width}",
         ((rows, width),),
         lambda data: (
             ops.layer_norm.default,
@@ -109,6 +109,7 @@ def _layer_norm(rows: int, width: int) -> Primitive:
         lambda peer, data, options: peer.layer_normalization(
             data[0], gamma, beta, dst_scale=0.03, dst_dtype=U8, **options
         ),
+        floating=floating,
     )
 
 
@@ -222,6 +223,7 @@ ELEMENTWISE: Counter[Primitive] = Counter(
         _softmax(12, 128, 128),
         _softmax(1, 1000),
         _layer_norm(128, 768),
+        _layer_norm(128, 768, floating=True),
         _layer_norm(196, 384),
         _layer_norm(3136, 96),
         _relu(56, 256),

@@ -186,6 +186,10 @@ TORCH_LIBRARY(torchq, m) {
       "Tensor zero_points, int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor",
       tags);
   m.def(
+      "rms_norm(Tensor src, int dims, Tensor? weight, float eps, Tensor scales, "
+      "Tensor zero_points, int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor",
+      tags);
+  m.def(
       "group_norm(Tensor src, int groups, Tensor? weight, Tensor? bias, float eps, Tensor scales, "
       "Tensor zero_points, int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor",
       tags);

@@ -69,6 +69,7 @@ constinit const RowKernels Table<kTier, RowKernels>::entries = {
     .epilogue_row = &epilogue_row,
     .row_range = &row_range,
     .softmax = &softmax,
+    .normalize = &normalize,
     .moments = &moments,
     .row_moments = &row_moments,
     .affine = &affine,

@@ -188,6 +188,8 @@ VALID: list[tuple[str, list[str]]] = [
     ("attention", [U8_4D, U8_4D, U8_4D, "None", "True", "0.5", S4, Z4, "6"]),
     ("dynamic_attention", [F_4D, F_4D, F_4D, "tensor((5, 5))", "False", "0.5"]),
     ("layer_norm", [U8_4D, "1", "tensor((5,))", "None", "1e-5", S2, Z2, "0", "''"]),
+    ("layer_norm", [F_4D, "2", "None", "None", "1e-5", S2, Z2, "0", "''"]),
+    ("rms_norm", [U8_4D, "1", "tensor((5,))", "1e-5", S2, Z2, "0", "''"]),
     ("group_norm", [U8_4D, "2", "tensor((4,))", "None", "1e-5", S2, Z2, "0", "''"]),
     ("batch_norm", [U8_4D, F4, F4, F4, F4, "1e-5", S2, Z2, "0", "'eltwise_relu'"]),
     ("reduction", [U8_4D, "'sum'", "[1, 3]", "True", S2, Z2, "3", "''"]),

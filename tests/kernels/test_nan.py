@@ -86,6 +86,9 @@ def test_normalizations(isa: str):
     src, attr = random_q((4, 60, 5), U8), Attr().set_scales("src", 0, 0.1)
     mean, variance = torch.randn(60), torch.rand(60)
     check(lambda: TF.layer_norm(src.mT, [60], X, V, attr=attr, dst_dtype=F32))
+    check(lambda: TF.rms_norm(src.mT, [60], X, attr=attr, dst_dtype=F32))
+    check(lambda: TF.layer_norm(X, [len(X)]))
+    check(lambda: TF.rms_norm(torch.stack([X, V]).mT.contiguous(), [2]))
     check(lambda: TF.group_norm(src, 2, X, V, attr=attr, dst_dtype=F32))
     check(lambda: TF.batch_norm(src, mean, variance, X, V, attr=attr, dst_dtype=F32))
 

@@ -75,6 +75,54 @@ def test_layer_norm(isa: str, width: int):
     torch.testing.assert_close(got, F.layer_norm(real, [5, width]), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("width", [1, 7, 700])
+def test_rms_norm(isa: str, width: int):
+    weight = affine(width)[0] - 1
+    for src_dtype, dst_dtype in TYPES:
+        src = random_q((3, 5, width), src_dtype)
+        src[0, 0] = 7
+        params = [PARAMS[src_dtype], DST[dst_dtype]]
+        attr = attr_of(src=params[0], dst=params[1])
+        got = TF.rms_norm(src, [width], weight, 1e-3, attr, dst_dtype)
+        assert_same(got, reference.rms_norm(src, weight, 1e-3, params, dst_dtype), (src_dtype,))
+    real = params[0][0] * (src.float() - params[0][1])
+    got = TF.rms_norm(src, [5, width], attr=attr_of(src=params[0]))
+    torch.testing.assert_close(got, F.rms_norm(real, [5, width]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [1, 7, 16, 700, 1030])
+@pytest.mark.parametrize("centered", [True, False], ids=["layer", "rms"])
+def test_norms_of_floats(isa: str, width: int, centered: bool):
+    weight, bias = affine(width)
+    src = 3 * torch.randn(3, 5, width) + 1
+    src[0, 0] = 7  # no variance: eps decides
+    plain, zeros = torch.ones(width), torch.zeros(width)
+
+    def norm(src: Tensor, *given: Tensor | None, **keywords: object) -> Tensor:
+        if centered:
+            return TF.layer_norm(src, [width], *given, eps=1e-3, **keywords)
+        return TF.rms_norm(src, [width], *given[:1], eps=1e-3, **keywords)
+
+    shift = bias if centered else zeros
+    for dtype in (U8, S8, S32, F32):
+        got = norm(src, weight, bias, attr=attr_of(dst=DST[dtype]), dst_dtype=dtype)
+        arguments = (src, centered, weight, shift, 1e-3, DST[dtype], dtype)
+        assert_same(got, reference.normalize_floats(*arguments), dtype)
+    expected = reference.normalize_floats(src, centered, plain, zeros, 1e-3, DST[F32], F32)
+    got = norm(src.mT.contiguous().mT)
+    assert_same(got, expected)
+    torchs = (F.layer_norm if centered else F.rms_norm)(src.double(), [width], eps=1e-3)
+    torch.testing.assert_close(got.double(), torchs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_layer_norm_of_floats_far_from_zero(isa: str, offset: float):
+    """The variance is that of deviations, not a difference of large squares."""
+    src = torch.randn(4, 3000) + offset
+    exact = F.layer_norm(src.double(), [3000])
+    torch.testing.assert_close(TF.layer_norm(src, [3000]).double(), exact, rtol=1e-4, atol=1e-3)
+
+
 def test_layer_norm_of_long_rows(isa: str):
     """Sums and sums of squares beyond int32, and a tail."""
     n = 600_011
@@ -220,6 +268,7 @@ def test_threads(isa: str):
     calls = [
         lambda: TF.softmax(src, 1),
         lambda: TF.layer_norm(src, [31]),
+        lambda: TF.rms_norm(src.float(), [31]),
         lambda: TF.group_norm(src, 3),
         lambda: TF.batch_norm(src, torch.zeros(30), torch.ones(30)),
         lambda: TF.reduction(src, "mul", 2),
@@ -237,16 +286,23 @@ def test_errors():
     q, x = random_q((2, 6, 5), U8), torch.rand(2, 6, 5)
     for call in (
         lambda: TF.softmax(x),
-        lambda: TF.layer_norm(x, [5]),
+        lambda: TF.layer_norm(x.double(), [5]),
+        lambda: TF.rms_norm(x.double(), [5]),
         lambda: TF.group_norm(x, 2),
         lambda: TF.batch_norm(x, x, x),
         lambda: TF.reduction(x, "sum", 1),
         lambda: TF.resampling(x, 3),
     ):
-        refuse(TypeError, "src must be torch.uint8 or torch.int8, got torch.float32", call)
+        refuse(TypeError, "src must be torch.uint8 or torch.int8, got torch.float", call)
     refuse(ValueError, r"torchq.softmax: dim must lie in \[-3, 2\]", TF.softmax, q, 3)
     refuse(ValueError, "src must end in normalized_shape", TF.layer_norm, q, [6])
     refuse(ValueError, "weight must have 5 values", TF.layer_norm, q, [5], torch.ones(6))
+    for norm in (TF.layer_norm, TF.rms_norm):
+        attr = attr_of(src=(0.5, 0))
+        refuse(ValueError, "float32 src must have scale 1, got 0.5", norm, x, [5], attr=attr)
+    refuse(ValueError, "src must end in normalized_shape", TF.rms_norm, x, [6, 5, 1])
+    refuse(ValueError, "weight must have 30 values", TF.rms_norm, x, [6, 5], torch.ones(5))
+    refuse(ValueError, "eps must be finite and at least 0", TF.rms_norm, q, [5], eps=math.nan)
     refuse(ValueError, "eps must be finite and at least 0", TF.layer_norm, q, [5], eps=-1.0)
     refuse(ValueError, "groups must divide the channels, 6, got 4", TF.group_norm, q, 4)
     ones = torch.ones(6)

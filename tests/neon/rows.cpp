@@ -36,6 +36,21 @@ void check_softmax(const Kernels& k) {
   check_real(&SoftmaxRow::dst, s, s.size, &Kernels::softmax, k);
 }
 
+void check_normalize(const Kernels& k) {
+  NormRow s{};
+  s.size = chance(20) ? between(500, 1100) : between(1, 100);
+  s.centered = chance(50);
+  s.eps = chance(20) ? 0 : 1e-5;
+  const Buffer<float> src = chance(30) ? any_floats(s.size, 10.0f) : random_floats(s.size, 10.0f);
+  const Buffer<float> weight = any_floats(s.size, 2.0f), bias = any_floats(s.size, 2.0f);
+  s.src = src.data();
+  s.weight = chance(50) ? weight.data() : nullptr;
+  s.bias = chance(50) ? bias.data() : nullptr;
+  begin_case("normalize", text("size", s.size, "centered", s.centered, "weight",
+                               s.weight != nullptr, "bias", s.bias != nullptr));
+  check_real(&NormRow::dst, s, s.size, &Kernels::normalize, k);
+}
+
 void check_affine(const Kernels& k) {
   AffineRows a{};
   a.is_signed = chance(50);
@@ -143,6 +158,7 @@ void check_row_range(const Kernels& k) {
 void check_rows(const Kernels& k) {
   for (int i = 0; i < 500; ++i) {
     check_softmax(k);
+    check_normalize(k);
     check_affine(k);
     check_blend(k);
     check_reduce(k);

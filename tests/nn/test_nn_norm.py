@@ -52,6 +52,11 @@ MODULES: dict[str, tuple[Callable[[Any], tnn.QModule], Function, tuple[int, ...]
         lambda x, **k: TF.layer_norm(x, (5,), **k),
         (4, 6, 5),
     ),
+    "rms_norm": (
+        lambda d: tnn.QRMSNorm(IN, d, (6, 5), WEIGHT, 1e-3, CHAIN),
+        lambda x, **k: TF.rms_norm(x, (6, 5), WEIGHT, 1e-3, **k),
+        (4, 6, 5),
+    ),
     "group_norm": (
         lambda d: tnn.QGroupNorm(IN, d, 3, 6, WEIGHT[:, 0], None, 1e-3, CHAIN),
         lambda x, **k: TF.group_norm(x, 3, WEIGHT[:, 0].contiguous(), None, 1e-3, **k),
@@ -91,7 +96,8 @@ def test_from_float_is_close() -> None:
     """Within the steps of both tensors; a float destination shows the source's only."""
     x = torch.randn(4, 6, 5)
     floats = [nn.Softmax(-1), nn.LogSoftmax(1), nn.LayerNorm((6, 5)), nn.GroupNorm(2, 6)]
-    kinds = [tnn.QSoftmax, tnn.QSoftmax, tnn.QLayerNorm, tnn.QGroupNorm]
+    floats += [nn.RMSNorm((6, 5)), nn.RMSNorm(5, 1e-3)]
+    kinds = [tnn.QSoftmax, tnn.QSoftmax, tnn.QLayerNorm, tnn.QGroupNorm, *[tnn.QRMSNorm] * 2]
     fine = QParams.per_tensor(float(x.abs().max()) / 127, 0, S8)
     for module, kind in zip(floats, kinds, strict=True):
         for parameter in module.parameters():
@@ -113,6 +119,8 @@ def test_errors() -> None:
         tnn.QSoftmax.from_float(nn.Softmax(), IN)
     with pytest.raises(ValueError, match=r"must end in \[6\], got \[2, 6, 5\]"):
         tnn.QLayerNorm(IN, None, (6,))(q)
+    with pytest.raises(ValueError, match=r"QRMSNorm: src must end in \[6\], got \[2, 6, 5\]"):
+        tnn.QRMSNorm(IN, None, (6,))(q)
     with pytest.raises(ValueError, match=r"weight of a normalization must have shape \[6\]"):
         tnn.QLayerNorm(IN, None, (6,), torch.ones(5))
     with pytest.raises(ValueError, match=r"must be \(N, 4, ...\), got \[2, 6, 5\]"):
@@ -120,6 +128,7 @@ def test_errors() -> None:
     for module in (
         tnn.QSoftmax(IN),
         tnn.QLayerNorm(IN, None, (5,)),
+        tnn.QRMSNorm(IN, None, (5,)),
         tnn.QGroupNorm(IN, None, 2, 6),
     ):
         with pytest.raises(TypeError, match="must be float32 or bfloat16, or the module's own"):

@@ -43,6 +43,7 @@ def every_module() -> dict[str, tnn.QModule]:
         tnn.DynamicQAttention(tnn.AttentionOptions(True, None, True)),
         tnn.QSoftmax(U8, seven, 1, True, PostOps.parse("eltwise_linear:0.5:1")),
         tnn.QLayerNorm.from_float(nn.LayerNorm((3, 2)), U8, S8),
+        tnn.QRMSNorm.from_float(nn.RMSNorm((3, 2), 1e-3), U8, S8),
         tnn.QGroupNorm.from_float(nn.GroupNorm(2, 4, 1e-3), seven, None),
         tnn.QAdd([U8, seven], seven, True),
         tnn.QMul([U8, S8], None),

@@ -223,7 +223,7 @@ MODES: dict[str, Claim] = {
     "use_shift": batch_norm,
     "fuse_norm_relu": lambda: batch_norm("eltwise_relu"),
     "fuse_norm_add_relu": lambda: batch_norm("binary_add:15+eltwise_relu", (REAL.flatten(),)),
-    "rms_norm": no_function("rms_norm"),
+    "rms_norm": lambda: TF.rms_norm(SRC, 8),
     "unidirectional_left2right": lambda: recurrent("QGRU", 3),
     "unidirectional_right2left": Refused(
         lambda: recurrent("QGRU", 3, direction="right2left"), TypeError, "direction"

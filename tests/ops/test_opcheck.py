@@ -52,6 +52,7 @@ def elementwise(src: Tensor, other: Tensor) -> dict[str, tuple[Any, ...]]:
         "reorder_rounded": (src, scales[1:], zeros[1:], 0, "stochastic", 7),
         "softmax": (src, 1, False, scales[1:], zeros[1:], 0, ""),
         "layer_norm": (src, 2, torch.rand(42), None, 1e-5, scales[1:], zeros[1:], 1, ""),
+        "rms_norm": (src, 2, torch.rand(42), 1e-5, scales[1:], zeros[1:], 1, ""),
         "group_norm": (src, 5, None, torch.rand(5), 1e-5, scales[1:], zeros[1:], 1, ""),
         "batch_norm": (
             src,

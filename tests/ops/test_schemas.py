@@ -89,6 +89,8 @@ softmax(Tensor src, int dim, bool logarithmic, Tensor scales, Tensor zero_points
 int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor
 layer_norm(Tensor src, int dims, Tensor? weight, Tensor? bias, float eps, Tensor scales, \
 Tensor zero_points, int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor
+rms_norm(Tensor src, int dims, Tensor? weight, float eps, Tensor scales, Tensor zero_points, \
+int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor
 group_norm(Tensor src, int groups, Tensor? weight, Tensor? bias, float eps, Tensor scales, \
 Tensor zero_points, int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor
 batch_norm(Tensor src, Tensor mean, Tensor variance, Tensor? weight, Tensor? bias, float eps, \

@@ -7,6 +7,7 @@ within the error that `near` is given.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -237,6 +238,39 @@ def normalize(
     shift = (whole - center) * factor
     y = fma32(f32(rows + params[0][1] - whole), f32(factor), f32(shift)).reshape(x.shape)
     return to_dst(fma32(y, weight, bias), params[1], dtype)
+
+
+def rms_norm(
+    q: Tensor, weight: Tensor, eps: float, params: list[Params], dtype: torch.dtype
+) -> Tensor:
+    """Over the last dim, with exact sums; float64 up to the factor."""
+    x, scale = centered(q, params[0]), f64(params[0][0])
+    mean = (x.long() * x.long()).sum(-1, keepdim=True).double() / x.shape[-1]
+    factor = f32(scale / torch.sqrt(scale * scale * mean + eps))
+    zero = torch.zeros(())
+    return to_dst(fma32(fma32(f32(x), factor, zero), weight, zero), params[1], dtype)
+
+
+def sum_in_lanes(x: Tensor) -> Tensor:
+    """Float32 sums of rows in the order that csrc/kernels/rows/contract.h states for softmax."""
+    total = torch.zeros(len(x), 16)
+    for block in x.split(512, 1):
+        panels = torch.nn.functional.pad(block, (0, -block.shape[1] % 16)).reshape(len(x), -1, 16)
+        total = total + functools.reduce(torch.add, panels.unbind(1), torch.zeros(len(x), 16))
+    for half in (8, 4, 2, 1):
+        total = total[:, :half] + total[:, half:]
+    return total
+
+
+def normalize_floats(
+    x: Tensor, centered: bool, weight: Tensor, bias: Tensor, eps: float, to: Params,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Layer or RMS norm over the last dim of float32, whose means are float64."""
+    rows, n = x.reshape(-1, x.shape[-1]), x.shape[-1]
+    rows = rows - f32(sum_in_lanes(rows).double() / n) if centered else rows
+    factor = f32(1 / torch.sqrt(sum_in_lanes(rows * rows).double() / n + eps))
+    return to_dst(fma32(rows * factor, weight, bias).reshape(x.shape), to, dtype)
 
 
 def batch_norm(

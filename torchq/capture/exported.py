@@ -135,9 +135,8 @@ def export(
     module, fakes, results = _warm(module, args, kwargs)
     wider = _widened(module, args, kwargs) if widen else None
     if wider is not None:
-        *call, of_two = wider
         with contextlib.suppress(CaptureError):
-            return _export(module, *call, fakes, None if results is None else of_two)
+            return _export(module, *wider[:2], fakes, None if results is None else wider[2])
     return _export(module, args, kwargs, fakes, results)
 
 

@@ -15,7 +15,7 @@ Where oneDNN's primitives are:
     resampling                   the same names; log_softmax too
     pooling                      max_pool, avg_pool, adaptive_avg_pool
     batch_, group_ and layer_normalization
-                                 batch_norm, group_norm, layer_norm
+                                 batch_norm, group_norm, layer_norm, rms_norm
     reorder                      reorder (memory_format: the destination's layout); quantize,
                                  dequantize, requantize
     reorder of weights, with compensation
@@ -64,6 +64,7 @@ from torchq.functional.normalization import (
     group_norm,
     layer_norm,
     log_softmax,
+    rms_norm,
     softmax,
 )
 from torchq.functional.pooling import adaptive_avg_pool, avg_pool, max_pool
@@ -116,6 +117,7 @@ __all__ = [
     "requantize",
     "requantize_dynamic",
     "resampling",
+    "rms_norm",
     "shuffle",
     "softmax",
     "sum",

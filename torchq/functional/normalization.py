@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax and normalizations of uint8 and int8 tensors.
+"""Softmax and normalizations of uint8 and int8 tensors; layer and RMS norm of float32 ones, too.
 
-All dequantize their source, ``x = src_scale * (q - src_zero_point)``, and write
+All dequantize an integer source, ``x = src_scale * (q - src_zero_point)``, and write
 ``clamp(rne(fma(y, 1 / dst_scale, dst_zero_point)))``, or ``y`` itself to float32. oneDNN instead
 computes on the integers and multiplies the *result* by the source's scale. Sums are exact or run in
 the order that csrc/kernels/rows/contract.h states: every tier and thread count gives the same bits.
@@ -69,32 +69,73 @@ def layer_norm(
 ) -> Tensor:
     """``y = (x - mean) / sqrt(variance + eps) * weight + bias`` over the last dims.
 
-    Mean ``m`` and variance are those of the exact integers q. With ``c = rne(m)`` and ``g =
-    src_scale / sqrt(src_scale^2 variance + eps)`` in double, ``y = fma(fma(float(q - c), float(g),
-    float((c - m) g)), weight, bias)`` in float32.
+    Mean ``m`` and variance of an integer source are those of the exact integers q. With ``c =
+    rne(m)`` and ``g = src_scale / sqrt(src_scale^2 variance + eps)`` in double, ``y =
+    fma(fma(float(q - c), float(g), float((c - m) g)), weight, bias)`` in float32.
+
+    A float32 source has sums of float32 in 16 lanes, and the mean and ``g = 1 / sqrt(variance +
+    eps)`` of these in double: ``y = fma((x - float(m)) * float(g), weight, bias)``.
 
     Args:
-        src: uint8 or int8, ending in ``normalized_shape``.
+        src: uint8, int8 or float32, ending in ``normalized_shape``.
         normalized_shape: as for ``torch.nn.functional.layer_norm``.
         weight: float32 of ``normalized_shape``, or None for 1.
         bias: float32 of ``normalized_shape``, or None for 0.
         eps: at least 0, in squared real units.
-        attr: scales and zero points of ``src`` and ``dst``, mask 0; post-ops.
+        attr: scales and zero points of ``dst`` and of an integer ``src``, mask 0; post-ops.
         dst_dtype: torch.uint8, int8, int32 or float32 (without scale).
         post_op_srcs: as in :func:`softmax`.
 
     Errors as in :func:`softmax`.
     """
-    params = _params("layer_norm", src, attr, dst_dtype, post_op_srcs)
-    shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
-    dims = len(shape)
-    if not dims or list(src.shape[-dims:]) != shape:
-        raise ValueError(
-            f"torchq.layer_norm: src must end in normalized_shape {shape}, got "
-            f"{list(src.shape)}. Pass the sizes of its last dims."
-        )
+    params = _params("layer_norm", src, attr, dst_dtype, post_op_srcs, takes_float=True)
+    dims = _last_dims("layer_norm", src, normalized_shape)
     result: Tensor = torch.ops.torchq.layer_norm(src, dims, weight, bias, eps, *params)
     return result
+
+
+def rms_norm(
+    src: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    attr: Attr | None = None,
+    dst_dtype: torch.dtype = torch.float32,
+    post_op_srcs: Sequence[Tensor] = (),
+) -> Tensor:
+    """``y = x / sqrt(mean(x^2) + eps) * weight`` over the last dims.
+
+    The mean of an integer source is that of the exact ``(q - src_zero_point)^2``. With ``g =
+    src_scale / sqrt(src_scale^2 mean + eps)`` in double, ``y = float(q - src_zero_point) * float(g)
+    * weight`` in float32. A float32 source has sums as in :func:`layer_norm`.
+
+    Args:
+        src: uint8, int8 or float32, ending in ``normalized_shape``.
+        normalized_shape: as for ``torch.nn.functional.rms_norm``.
+        weight: float32 of ``normalized_shape``, or None for 1.
+        eps: at least 0, in squared real units; None is 2**-23, as for ``torch.nn.RMSNorm``.
+        attr: as in :func:`layer_norm`.
+        dst_dtype: torch.uint8, int8, int32 or float32 (without scale).
+        post_op_srcs: as in :func:`softmax`.
+
+    Errors as in :func:`softmax`.
+    """
+    params = _params("rms_norm", src, attr, dst_dtype, post_op_srcs, takes_float=True)
+    dims = _last_dims("rms_norm", src, normalized_shape)
+    eps = torch.finfo(torch.float32).eps if eps is None else eps
+    result: Tensor = torch.ops.torchq.rms_norm(src, dims, weight, eps, *params)
+    return result
+
+
+def _last_dims(op: str, src: Tensor, normalized_shape: int | Sequence[int]) -> int:
+    """Return the number of normalized dims."""
+    shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+    if not shape or list(src.shape[-len(shape) :]) != shape:
+        raise ValueError(
+            f"torchq.{op}: src must end in normalized_shape {shape}, got {list(src.shape)}. Pass "
+            "the sizes of its last dims."
+        )
+    return len(shape)
 
 
 def group_norm(
@@ -143,10 +184,12 @@ def batch_norm(
 
 
 def _params(
-    op: str, src: Tensor, attr: Attr | None, dst_dtype: torch.dtype, srcs: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, int, str, list[Tensor] | None]:
+    op: str, src: Tensor, attr: Attr | None, dst_dtype: torch.dtype, srcs: Sequence[Tensor],
+    takes_float: bool = False,
+) -> tuple[Tensor, Tensor, int, str, list[Tensor] | None]:  # fmt: skip
     """Return the last arguments of every op here; dst has the dims of src."""
-    check_8bit(op, "src", src)
+    if not (takes_float and isinstance(src, Tensor) and src.dtype == torch.float32):
+        check_8bit(op, "src", src)
     return real_arguments(op, attr, ["src", "dst"], dst_dtype, srcs, lambda: src.shape)
 
 

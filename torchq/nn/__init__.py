@@ -14,7 +14,7 @@ from torchq.nn.leaf import QuantizedLeaf
 from torchq.nn.linear import QLinear
 from torchq.nn.matmul import QMatMul
 from torchq.nn.module import QModule
-from torchq.nn.normalization import QGroupNorm, QLayerNorm, QSoftmax
+from torchq.nn.normalization import QGroupNorm, QLayerNorm, QRMSNorm, QSoftmax
 from torchq.nn.pad import QPad
 from torchq.nn.pooling import (
     QAdaptiveAvgPool1d,
@@ -83,6 +83,7 @@ __all__ = [
     "QModule",
     "QMul",
     "QPad",
+    "QRMSNorm",
     "QRNNCell",
     "QRecurrentLayer",
     "QResample",

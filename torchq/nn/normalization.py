@@ -124,10 +124,9 @@ class QSoftmax(_QNorm):
 
 
 class _QAffineNorm(_QNorm):
-    """With ``weight`` and ``bias``: float32 in real units, or absent."""
+    """With ``weight``, perhaps ``bias``: float32 in real units, or absent."""
 
     weight: Tensor | None
-    bias: Tensor | None
 
     def __init__(
         self,
@@ -140,7 +139,7 @@ class _QAffineNorm(_QNorm):
         eps: float,
         **sizes: object,
     ) -> None:
-        """``affine`` has weight and bias of ``shape``; ``places``: which are to be loaded."""
+        """``affine`` has what is of ``shape``, by name; ``places``: which are to be loaded."""
         given = dict[str, bool]()
         for name, values in affine.items():
             if values is None and places[name]:
@@ -169,6 +168,8 @@ class QLayerNorm(_QAffineNorm):
         TypeError: ``src`` has another dtype.
         ValueError: ``src`` does not end in ``normalized_shape``.
     """
+
+    bias: Tensor | None
 
     def __init__(
         self,
@@ -221,6 +222,55 @@ class QLayerNorm(_QAffineNorm):
         return self._limited(dst)
 
 
+class QRMSNorm(_QAffineNorm):
+    """``quantize(post_ops(rms_norm(real(src))))``: :func:`torchq.functional.rms_norm`.
+
+    Shapes and errors as for :class:`QLayerNorm`.
+    """
+
+    def __init__(
+        self,
+        src: QParams,
+        dst: QParams | None,
+        normalized_shape: Sequence[int],
+        weight: Tensor | None = None,
+        eps: float | None = None,
+        post_ops: PostOps | None = None,
+        *,
+        has_weight: bool = False,
+    ) -> None:
+        """See :class:`QLayerNorm`; ``eps`` None is 2**-23."""
+        shape = [int(size) for size in normalized_shape]
+        affine, places = {"weight": weight}, {"weight": has_weight}
+        eps = torch.finfo(torch.float32).eps if eps is None else eps
+        super().__init__(src, dst, post_ops, shape, affine, places, eps, normalized_shape=shape)
+        self.normalized_shape, self.dims = shape, len(shape)
+
+    @classmethod
+    def from_float(cls, module: nn.RMSNorm, src: QParams, dst: QParams | None = None) -> "QRMSNorm":
+        """Make the quantized form, with the same shape, weight and eps."""
+        return cls(src, dst, module.normalized_shape, module.weight, module.eps)
+
+    def forward(self, src: Tensor) -> Tensor:
+        """Normalize."""
+        if list(src.shape[-self.dims :]) != self.normalized_shape:
+            raise ValueError(
+                f"torchq.nn.QRMSNorm: src must end in {self.normalized_shape}, got "
+                f"{list(src.shape)}. Check the layer's normalized_shape."
+            )
+        dst: Tensor = torch.ops.torchq.rms_norm(
+            self._quantized_src(src),
+            self.dims,
+            self.weight,
+            self.eps,
+            self.scales,
+            self.zero_points,
+            self.dst_code,
+            self.post_ops,
+        )
+        return self._limited(dst)
+
+
 class QGroupNorm(_QAffineNorm):
     """``quantize(post_ops(group_norm(real(src))))``: :func:`torchq.functional.group_norm`.
 
@@ -233,6 +283,8 @@ class QGroupNorm(_QAffineNorm):
         TypeError: ``src`` has another dtype.
         ValueError: the number of channels is another, or no multiple of the groups.
     """
+
+    bias: Tensor | None
 
     def __init__(
         self,

@@ -189,9 +189,12 @@ def _(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return _attended(query, key, value, query.dtype)
 
 
-@fake("layer_norm")
-def _(src: Tensor, dst_dtype: int) -> Tensor:
+def _like_src(src: Tensor, dst_dtype: int) -> Tensor:
     return src.new_empty(src.shape, dtype=DTYPES[dst_dtype])
+
+
+fake("layer_norm")(_like_src)
+fake("rms_norm")(_like_src)
 
 
 def _by_channel(src: Tensor, dst_dtype: int) -> Tensor:

@@ -35,8 +35,24 @@ struct SoftmaxRow {
 };
 constexpr int kSumBlock = 512;
 
+/// One row of layer norm of float32, or of RMS norm:
+///
+///   m = float(S(x) / n), or 0 unless `centered`      d[i] = x[i] - m
+///   g = float(1 / sqrt(S(d * d) / n + eps))          dst = fma(d * g, weight[i], bias[i])
+///
+/// S adds float32 in the order of SoftmaxRow's sum; means and root are double.
+struct NormRow {
+  const float* src;
+  int64_t size;
+  bool centered;
+  double eps;
+  const float* weight;  // null: 1
+  const float* bias;    // null: 0
+  RealRow dst;
+};
+
 /// dst[r][i] = fma(fma(float(q[r][i] - center), factor, shift), weight[i], bias[i]), q = src. All
-/// normalizations come to this. Rows lie side by side.
+/// normalizations of integers come to this. Rows lie side by side.
 struct AffineRows {
   const uint8_t* src;
   bool is_signed;
@@ -91,6 +107,7 @@ struct RowKernels {
   /// where not all values are finite.
   bool (*row_range)(const float* src, int64_t size, float* lo, float* hi);
   void (*softmax)(const SoftmaxRow&);
+  void (*normalize)(const NormRow&);
   void (*moments)(const MomentsRows&);
   /// The sums of adjacent values, and of their squares.
   void (*row_moments)(const uint8_t* src, int64_t size, bool is_signed, int64_t* sum,

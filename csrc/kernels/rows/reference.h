@@ -27,6 +27,20 @@ bool row_range(const float* src, int64_t size, float* lo, float* hi) {
   return finite;
 }
 
+template <class Value>
+float sum_row(int64_t size, Value value) {
+  float sum[kPanel] = {};
+  for (int64_t first = 0; first < size; first += kSumBlock) {
+    float block[kPanel] = {};
+    for (int64_t i = first; i < size && i < first + kSumBlock; ++i) block[i % kPanel] += value(i);
+    for (int j = 0; j < kPanel; ++j) sum[j] += block[j];
+  }
+  for (int half = kPanel / 2; half > 0; half /= 2) {
+    for (int j = 0; j < half; ++j) sum[j] += sum[j + half];
+  }
+  return sum[0];
+}
+
 void softmax(const SoftmaxRow& s) {
   int32_t largest = integer_at(s.src, s.is_signed, 0);
   for (int64_t i = 1; i < s.size; ++i) {
@@ -36,21 +50,28 @@ void softmax(const SoftmaxRow& s) {
   const auto z = [&](int64_t i) {
     return s.scale * static_cast<float>(integer_at(s.src, s.is_signed, i) - largest);
   };
-  float sum[kPanel] = {};
-  for (int64_t first = 0; first < s.size; first += kSumBlock) {
-    float block[kPanel] = {};
-    for (int64_t i = first; i < s.size && i < first + kSumBlock; ++i) {
-      s.values[i] = Math<Scalar>::exp_normal(z(i));
-      block[i % kPanel] += s.values[i];
-    }
-    for (int j = 0; j < kPanel; ++j) sum[j] += block[j];
-  }
-  for (int half = kPanel / 2; half > 0; half /= 2) {
-    for (int j = 0; j < half; ++j) sum[j] += sum[j + half];
-  }
-  const float inverse = 1.0f / sum[0], log_sum = Math<Scalar>::log(sum[0]);
+  for (int64_t i = 0; i < s.size; ++i) s.values[i] = Math<Scalar>::exp_normal(z(i));
+  const float sum = sum_row(s.size, [&](int64_t i) { return s.values[i]; });
+  const float inverse = 1.0f / sum, log_sum = Math<Scalar>::log(sum);
   for (int64_t i = 0; i < s.size; ++i) {
     store_real(s.dst, i, s.logarithmic ? z(i) - log_sum : s.values[i] * inverse);
+  }
+}
+
+void normalize(const NormRow& s) {
+  const double n = static_cast<double>(s.size);
+  const float center =
+      s.centered ? static_cast<float>(sum_row(s.size, [&](int64_t i) { return s.src[i]; }) / n)
+                 : 0.0f;
+  const float squares = sum_row(s.size, [&](int64_t i) {
+    const float d = s.src[i] - center;
+    return d * d;
+  });
+  const float factor = static_cast<float>(1 / __builtin_sqrt(squares / n + s.eps));
+  for (int64_t i = 0; i < s.size; ++i) {
+    const float y = (s.src[i] - center) * factor;
+    store_real(s.dst, i,
+               fmaf(y, s.weight != nullptr ? s.weight[i] : 1, s.bias != nullptr ? s.bias[i] : 0));
   }
 }
 

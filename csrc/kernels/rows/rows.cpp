@@ -7,6 +7,7 @@ constinit const RowKernels Table<TORCHQ_ISA::kTier, RowKernels>::entries = {
     .epilogue_row = &epilogue_row<TORCHQ_ISA>,
     .row_range = &row_range<TORCHQ_ISA>,
     .softmax = &softmax<TORCHQ_ISA>,
+    .normalize = &normalize<TORCHQ_ISA>,
     .moments = &moments<TORCHQ_ISA>,
     .row_moments = &row_moments<TORCHQ_ISA>,
     .affine = &affine<TORCHQ_ISA>,

@@ -49,31 +49,41 @@ TORCHQ_INLINE int32_t largest_of(const uint8_t* src, int64_t size, bool is_signe
   return Isa::largest(best, is_signed);
 }
 
+/// The sum of value(i, lanes that are valid) for each panel i of `size` values, in the order of
+/// SoftmaxRow.
+template <class Isa, class Value>
+TORCHQ_INLINE float sum_row(int64_t size, Value value) {
+  auto sum = Isa::set(0.0f);
+  for (int64_t first = 0; first < size; first += kSumBlock) {
+    const int64_t count = size - first < kSumBlock ? size - first : kSumBlock;
+    auto block = Isa::set(0.0f);
+    for_each_row_panel<Isa>(count, [&](int64_t i, auto m) {
+      auto x = value(first + i, m);
+      if (count - i < kPanel) {
+        float lanes[kPanel];
+        Isa::store(lanes, x);
+        x = Isa::load(lanes, m);  // zeros behind the last value
+      }
+      block = Isa::add(block, x);
+    });
+    sum = Isa::add(sum, block);
+  }
+  return Isa::sum_halves(sum);
+}
+
 /// values = z if kLogarithmic, else e; returns the sum S of e.
 template <class Isa, bool kLogarithmic>
 TORCHQ_INLINE float exponentials(const SoftmaxRow& s) {
   using Float = typename Isa::Float;
   const auto largest = Isa::set_int(largest_of<Isa>(s.src, s.size, s.is_signed));
   const Float scale = Isa::set(s.scale);
-  Float sum = Isa::set(0.0f);
-  for (int64_t first = 0; first < s.size; first += kSumBlock) {
-    const int64_t size = s.size - first < kSumBlock ? s.size - first : kSumBlock;
-    Float block = Isa::set(0.0f);
-    for_each_row_panel<Isa>(size, [&](int64_t i, auto m) {
-      const auto q = load_q<Isa>(s.src + first + i, s.is_signed, m);
-      const Float z = Isa::mul(scale, Isa::to_float(Isa::sub(q, largest)));
-      Float e = Math<Isa>::exp_normal(z);
-      Isa::store(s.values + first + i, kLogarithmic ? z : e);
-      if (size - i < kPanel) {
-        float lanes[kPanel];
-        Isa::store(lanes, e);
-        e = Isa::load(lanes, m);  // zeros behind the last value
-      }
-      block = Isa::add(block, e);
-    });
-    sum = Isa::add(sum, block);
-  }
-  return Isa::sum_halves(sum);
+  return sum_row<Isa>(s.size, [&](int64_t i, auto m) {
+    const auto q = load_q<Isa>(s.src + i, s.is_signed, m);
+    const Float z = Isa::mul(scale, Isa::to_float(Isa::sub(q, largest)));
+    const Float e = Math<Isa>::exp_normal(z);
+    Isa::store(s.values + i, kLogarithmic ? z : e);
+    return e;
+  });
 }
 
 template <class Isa>
@@ -181,6 +191,27 @@ struct OptionalRow {
   const float* values;
   int64_t keep;
 };
+
+template <class Isa>
+void normalize(const NormRow& s) {
+  using Float = typename Isa::Float;
+  const auto load = [&](int64_t i, auto m) { return Isa::load(s.src + i, m); };
+  const double n = static_cast<double>(s.size);
+  const Float center =
+      Isa::set(s.centered ? static_cast<float>(sum_row<Isa>(s.size, load) / n) : 0.0f);
+  const float squares = sum_row<Isa>(s.size, [&](int64_t i, auto m) {
+    const Float d = Isa::sub(load(i, m), center);
+    return Isa::mul(d, d);
+  });
+  const Float factor = Isa::set(static_cast<float>(1 / __builtin_sqrt(squares / n + s.eps)));
+  const OptionalRow<Isa> weight(s.weight, kPanelOf1), bias(s.bias, kPanelOf0);
+  with_real_dtype(s.dst.dtype, [&](auto dst) {
+    store_real_row<Isa, decltype(dst)::value>(s.dst, 0, s.size, [&](int64_t i, auto m) {
+      const Float d = Isa::sub(load(i, m), center);
+      return Isa::fma(Isa::mul(d, factor), weight.load(i, m), bias.load(i, m));
+    });
+  });
+}
 
 template <class Isa, DType kDst, bool kSigned, bool kPerValue>
 TORCHQ_INLINE void affine_rows(const AffineRows& a) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Softmax, layer, group and batch normalization of 8-bit tensors (Note [Real units] in real.h).
+// Softmax, layer, RMS, group and batch normalization in real units (Note [Real units] in real.h).
 #include <ATen/EmptyTensor.h>
 #include <torch/library.h>
 
@@ -69,7 +69,8 @@ void check_eps(const char* op, double eps) {
                     ": eps must be finite and at least 0, got ", eps, ". The usual is 1e-5.");
 }
 
-/// Exact sums of n integers q and of their squares, and what they make of layer and group norm:
+/// Exact sums of n integers q and of their squares, and what they make of layer, group and RMS
+/// norm:
 ///
 ///   m = sum / n, center = rne(m), g = scale / sqrt(scale^2 variance + eps)
 ///   (scale q - scale m) / sqrt(...) = fma(float(q - center), float(g), float((center - m) g))
@@ -95,30 +96,63 @@ struct Statistics {
     factor = static_cast<float>(g);
     shift = static_cast<float>((whole - mean) * g);
   }
+  /// RMS norm, whose center is the zero point z: scale (q - z) / sqrt(scale^2 S((q - z)^2) / n +
+  /// eps)
+  void finish_about(int32_t zero_point, double scale, double eps) {
+    const int64_t z = zero_point;
+    const double about = static_cast<double>(squares - 2 * z * sum + z * z * n);
+    const double square = about / static_cast<double>(n);
+    center = zero_point;
+    factor = static_cast<float>(scale / std::sqrt(scale * scale * square + eps));
+    shift = 0;
+  }
 };
 
-at::Tensor layer_norm(const at::Tensor& src, int64_t dims, const std::optional<at::Tensor>& weight,
-                      const std::optional<at::Tensor>& bias, double eps, const at::Tensor& scales,
-                      const at::Tensor& zero_points, int64_t dst_dtype, c10::string_view post_ops,
-                      std::optional<at::TensorList> post_op_srcs) {
-  OpTrace trace("layer_norm");
-  const Kernels& tier = kernels();
-  trace.ran(tier, "layer_norm");
-  check_src("layer_norm", "src", src);
-  const auto params =
-      read_params("layer_norm", scales, zero_points, {src}, dst_dtype_of("layer_norm", dst_dtype));
-  check_eps("layer_norm", eps);
-  TORCH_CHECK_VALUE(dims >= 1 && dims <= src.dim(), "torchq.layer_norm: dims must lie in [1, ",
-                    src.dim(), "] for src ", src.sizes(), ", got ", dims, ".");
-  const int64_t n = product_of(src.sizes().slice(static_cast<size_t>(src.dim() - dims)));
-  const Affine affine("layer_norm", weight, bias, n);
+/// The last `dims` dimensions of a source of 8 bits or float32, the latter without scale.
+struct LastDims {
+  LastDims(const char* op, const at::Tensor& src, int64_t dims, const at::Tensor& scales,
+           const at::Tensor& zero_points, int64_t dst_dtype, double eps) {
+    if (src.scalar_type() == at::kFloat) {
+      check_cpu(op, "src", src);
+    } else {
+      check_src(op, "src", src);
+    }
+    params = read_params(op, scales, zero_points, {src}, dst_dtype_of(op, dst_dtype));
+    TORCH_CHECK_VALUE(params[0].dtype != DType::f32 || params[0].scale == 1, "torchq.", op,
+                      ": a float32 src must have scale 1, got ", params[0].scale,
+                      ". Leave the scale of src out.");
+    check_eps(op, eps);
+    TORCH_CHECK_VALUE(dims >= 1 && dims <= src.dim(), "torchq.", op, ": dims must lie in [1, ",
+                      src.dim(), "] for src ", src.sizes(), ", got ", dims, ".");
+    n = product_of(src.sizes().slice(static_cast<size_t>(src.dim() - dims)));
+  }
+  c10::SmallVector<Real, 4> params;  // of src and dst
+  int64_t n = 0;
+};
+
+/// Layer norm if `centered`, else RMS norm, of each n values of src.
+at::Tensor norm_rows(OpTrace& trace, const Kernels& tier, const char* op, const LastDims& call,
+                     const at::Tensor& src, bool centered, const Affine& affine, double eps,
+                     c10::string_view post_ops, const std::optional<at::TensorList>& srcs) {
+  const Real& from = call.params[0];
+  const int64_t n = call.n;
   const at::Tensor dense = src.contiguous();
-  const at::Tensor dst = empty_dst(src.sizes(), scalar_type(params[1].dtype));
-  const RealOutput out({"layer_norm", tier, params[1], post_ops, post_op_srcs}, dst);
+  const at::Tensor dst = empty_dst(src.sizes(), scalar_type(call.params[1].dtype));
+  const RealOutput out({op, tier, call.params[1], post_ops, srcs}, dst);
   trace.describe([&] { return describe_call({src}, dst, "", post_ops); });
   if (is_done(dst)) return dst;
+  if (from.dtype == DType::f32) {
+    const float* values = dense.const_data_ptr<float>();
+    store_rows(out, src.numel() / n, n, [&](const Range& range, const RealRow& to) {
+      for (int64_t r = range.begin; r < range.end; ++r) {
+        tier.normalize({values + r * n, n, centered, eps, affine.weight, affine.bias,
+                        behind(to, (r - range.begin) * n)});
+      }
+    });
+    return dst;
+  }
   const uint8_t* data = bytes_of(dense);
-  const bool is_signed = params[0].dtype == DType::s8;
+  const bool is_signed = from.dtype == DType::s8;
   // Rows that stay in L1, so that their divisions and roots overlap and one call writes them all.
   constexpr int64_t kMostRows = 16;
   const int64_t group = std::clamp<int64_t>(tuning::kRowBytesInL1 / n, 1, kMostRows);
@@ -130,7 +164,7 @@ at::Tensor layer_norm(const at::Tensor& src, int64_t dims, const std::optional<a
       for (int64_t i = 0; i < count; ++i) {
         Statistics s{.n = n};
         tier.row_moments(data + (first + i) * n, n, is_signed, &s.sum, &s.squares);
-        s.finish(params[0].scale, eps);
+        centered ? s.finish(from.scale, eps) : s.finish_about(from.zero_point, from.scale, eps);
         center[i] = s.center;
         factor[i] = s.factor;
         shift[i] = s.shift;
@@ -140,6 +174,30 @@ at::Tensor layer_norm(const at::Tensor& src, int64_t dims, const std::optional<a
     }
   });
   return dst;
+}
+
+at::Tensor layer_norm(const at::Tensor& src, int64_t dims, const std::optional<at::Tensor>& weight,
+                      const std::optional<at::Tensor>& bias, double eps, const at::Tensor& scales,
+                      const at::Tensor& zero_points, int64_t dst_dtype, c10::string_view post_ops,
+                      std::optional<at::TensorList> post_op_srcs) {
+  OpTrace trace("layer_norm");
+  const Kernels& tier = kernels();
+  trace.ran(tier, "layer_norm");
+  const LastDims call("layer_norm", src, dims, scales, zero_points, dst_dtype, eps);
+  const Affine affine("layer_norm", weight, bias, call.n);
+  return norm_rows(trace, tier, "layer_norm", call, src, true, affine, eps, post_ops, post_op_srcs);
+}
+
+at::Tensor rms_norm(const at::Tensor& src, int64_t dims, const std::optional<at::Tensor>& weight,
+                    double eps, const at::Tensor& scales, const at::Tensor& zero_points,
+                    int64_t dst_dtype, c10::string_view post_ops,
+                    std::optional<at::TensorList> post_op_srcs) {
+  OpTrace trace("rms_norm");
+  const Kernels& tier = kernels();
+  trace.ran(tier, "rms_norm");
+  const LastDims call("rms_norm", src, dims, scales, zero_points, dst_dtype, eps);
+  const Affine affine("rms_norm", weight, {}, call.n);
+  return norm_rows(trace, tier, "rms_norm", call, src, false, affine, eps, post_ops, post_op_srcs);
 }
 
 /// Checked arguments of group and batch norm, the source with its channels last, and an empty
@@ -281,6 +339,7 @@ at::Tensor batch_norm(const at::Tensor& src, const at::Tensor& mean, const at::T
 TORCH_LIBRARY_IMPL(torchq, CPU, m) {
   torchq::implement<&torchq::softmax>(m, "softmax");
   torchq::implement<&torchq::layer_norm>(m, "layer_norm");
+  torchq::implement<&torchq::rms_norm>(m, "rms_norm");
   torchq::implement<&torchq::group_norm>(m, "group_norm");
   torchq::implement<&torchq::batch_norm>(m, "batch_norm");
 }
