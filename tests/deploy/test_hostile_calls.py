@@ -65,6 +65,32 @@ REFUSED: dict[str, list[Any]] = {
         full("a", 1, 1, 4, 4),
         call("o", AA, node("a"), [8, 8], False, 2**-20, 2**-20),
     ],
+    "a median of what is expanded": [
+        full("a", 1, 1),
+        call("e", "Tensor.expand", node("a"), [1, 4001]),
+        call("r", "aten::median.dim", node("e"), 1),
+        call("o", "operator.getitem", node("r"), 0),
+    ],
+    "circular padding that leaves elements out": [
+        full("a", 1, 1, 8, 16),
+        call("o", "aten::pad.default", node("a"), [0, 0, -8, 8], "circular"),
+    ],
+    "a bare number in place of a list": [
+        full("a", 1, 4, 8),
+        call("o", "torch.max_pool1d", node("a"), 5, 1, 0, 2**62),
+    ],
+    "a range to the least integer": [call("o", "torch.arange", 0, -(2**63), -1)],
+    "a divisor that is -1 of 32 bits": [
+        call("i", "torch.full", [4], 1.0),
+        call("e", "Tensor.to", node("i"), {"constant": "torch.int32"}),
+        [
+            "call_function",
+            "o",
+            "torch.div",
+            [node("e"), 2**32 - 1],
+            {"dict": {"rounding_mode": "trunc"}},
+        ],
+    ],
     "an unknown mode": [
         full("a", 1, 1, 4, 4),
         full("g", 1, 5, 5, 2),
@@ -85,6 +111,52 @@ RAISES: dict[str, list[Any]] = {
         call("o", "torch._grouped_mm", node("a"), node("w"), node("e")),
     ],
 }
+
+
+def computed(value: int) -> list[Any]:
+    """Nodes that give a number."""
+    return [*size_of_x(), call("z", "operator.sub", node("n"), node("n")),
+            call("big", "operator.add", node("z"), value)]  # fmt: skip
+
+
+BIG = node("big")
+IM2COL = "aten::im2col.default"
+RAISES |= {
+    "a computed dilation": [
+        *computed(2**62), full("a", 1, 4, 8),
+        call("o", "torch.max_pool1d", node("a"), 5, 1, 0, [BIG]),
+    ],
+    "a computed padding of patches": [
+        *computed(2**61 + 1), full("a", 1, 1, 8, 16),
+        call("o", IM2COL, node("a"), [3, 2], [1, 7], [1, BIG], [2, 1]),
+    ],
+    "a computed kernel of patches": [
+        *computed(2**63 - 1), full("a", 1, 1, 8, 16),
+        call("o", IM2COL, node("a"), BIG, [1, 2], [1, 1], [2, 1]),
+    ],
+    "computed padding": [
+        *computed(2**63 - 1), full("a", 1, 1, 8, 16),
+        call("o", "aten::replication_pad2d.default", node("a"), [BIG] * 4),
+    ],
+    "computed padding by its mode": [
+        *computed(2**63 - 1), full("a", 1, 1, 8, 16),
+        call("o", "aten::pad.default", node("a"), [BIG] * 4, "replicate"),
+    ],
+    "a computed range": [*computed(-(2**63)), call("o", "torch.arange", 0, BIG, -1)],
+}  # fmt: skip
+
+
+def test_sizes_that_are_computed(tmp_path: Path) -> None:
+    """Ordinary ones give what they gave, and the file can be written and scripted again."""
+    nodes = [*computed(2), full("f", 1, 2, 4)]
+    nodes += [call("p", "aten::pad.default", node("f"), [BIG, 1], "reflect")]
+    nodes += [call("r", "torch.arange", BIG), call("t", "torch.max_pool1d", node("p"), [BIG])]
+    nodes += [call("s0", "Tensor.sum", node("r")), call("o", "operator.add", node("t"), node("s0"))]
+    loaded, expected = torchq.load(forged(tmp_path / "m", nodes)), torch.full((1, 2, 3), 2.0)
+    assert torch.equal(loaded(X), expected)
+    torchq.save(loaded, tmp_path / "again")
+    again = torchq.load(tmp_path / "again")
+    assert torch.equal(again(X), expected) and torch.equal(torch.jit.script(again)(X), expected)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -98,8 +98,10 @@ Layers: TypeAlias = dict[str, Int8Layer | Int4Layer]
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
     """Return eight integers from -8 to 7 for each int32 of a row, the lowest bits first."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device="cpu")
-    return ((packed.unsqueeze(-1) >> shifts & 15) - 8).flatten(-2).to(torch.int8)
+    pairs = packed.contiguous().view(torch.uint8)  # of rows in order, the low half first
+    codes = torch.empty(*pairs.shape[:-1], 2 * pairs.shape[-1], dtype=torch.int8, device="cpu")
+    codes[..., ::2], codes[..., 1::2] = pairs & 15, pairs >> 4
+    return codes.sub_(8)
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:

@@ -71,6 +71,7 @@ _LESS = {
     "repeat_interleave.Tensor": "the sum of its repeats may overflow, and it writes by them",
     "repeat_interleave.self_Tensor": "the same",
     "to.prim_dtype": "it takes any number for a dtype",
+    "median.dim": "it reads beyond a tensor that is expanded",
 }
 """Overloads that are not safe, though their names are in the table, and why."""
 _REPLACED = {"new_empty": "new_zeros", "empty": "zeros", "empty_like": "zeros_like"}
@@ -247,6 +248,26 @@ def native_group_norm(
     return torch.native_group_norm(input, weight, bias, N, C, HxW, group, eps)
 
 
+LARGEST_SIZE = 1 << 31
+"""Of a size, kernel, step or padding in a list: products and sums of a few fit 64 bits."""
+
+
+def size(value: int) -> int:
+    """Return a number that a graph computes for a function that does not check it itself.
+
+    TorchScript compiles it.
+
+    Raises:
+        ValueError: it is beyond 2**31.
+    """
+    if not abs(value) <= 2147483648:
+        raise ValueError(
+            "torchq.load: sizes that the graph computes must be at most 2**31, got another one. "
+            "Check the source."
+        )
+    return value
+
+
 _CHECKED: dict[str, Callable[..., object]] = {
     "native_group_norm": native_group_norm,
     "embedding_bag": embedding_bag,
@@ -271,6 +292,7 @@ PYTHON: dict[str, Callable[..., object]] = {
     )},
     **{f.__name__: f for f in (int, float, max, min, abs, len)},
     "torch._assert": torch._assert,
+    "torchq.size": size,
 }  # fmt: skip
 """Functions of numbers, and two that read tensors: an item, and a check."""
 _PYTHON_NAMES = {function: name for name, function in PYTHON.items()}

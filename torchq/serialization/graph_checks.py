@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchq.serialization.allowed import DTYPES, PYTHON, is_known, schemas_of
+from torchq.serialization.allowed import DTYPES, LARGEST_SIZE, PYTHON, is_known, schemas_of
 
 
 class Kind(enum.Enum):
@@ -40,7 +40,6 @@ class Fact:
 
 TENSOR, RESULT, MODULE = Fact(Kind.TENSOR), Fact(Kind.RESULT), Fact(Kind.MODULE)
 _MOST_BITS = 1 << 14
-_LARGEST_SIZE = 1 << 31  # in a list: a size, a kernel or a step
 _FLOAT_BITS = 1024  # of an integer that a float stands for
 _WORDS = {
     *("floor", "trunc", "none", "tanh", "constant", "reflect", "replicate", "circular", "same"),
@@ -76,6 +75,11 @@ _ARGUMENTS: dict[tuple[str, str], Callable[[Any], bool]] = {
 }
 """Arguments that must be of the file, not computed, and have values for which this holds."""
 _SCALES = re.compile(r"scales?_?[dhw]?|scale_factors?")
+_WINDOWED = re.compile(
+    r"im2col|col2im|pad|re(flect|plicat)ion_pad\dd|(max|avg)_pool\dd(_with_indices)?"
+    r"|conv(olution|_transpose)?(\dd)?|arange"
+)
+"""Functions that compute with numbers before they check them; their products must fit 64 bits."""
 
 
 class Checker:
@@ -84,14 +88,15 @@ class Checker:
     def __init__(self) -> None:
         """Start without nodes."""
         self.facts: dict[fx.Node, Fact] = {}
+        self.sizes: set[fx.Node] = set()
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fact:
-        """Return what a call gives.
+        """Return what a call gives; ``sizes`` are the numbers in it that ``size`` has to check.
 
         Raises:
             ValueError: a file may not call this function so.
         """
-        fact = None
+        fact, self.sizes = None, set()
         if name in PYTHON and not kwargs:
             fact = self._of_python(name, args)
         elif name not in PYTHON:
@@ -179,6 +184,8 @@ class Checker:
         base = schema.name.partition("::")[2]
         if given.get("rounding_mode") == "trunc" and not self._is_divisor(given["other"]):
             return False
+        if given.get("mode") == "circular" and not _only_adds(given["pad"]):
+            return False
         return known.issuperset(given) and all(
             self._fits(given[a.name], str(a.real_type), base, a.name)
             if a.name in given
@@ -187,8 +194,11 @@ class Checker:
         )
 
     def _is_divisor(self, value: Any) -> bool:
-        """Return whether it is a number of the file but -1: the least integer ends the process."""
-        return _is_number(value) and value != -1
+        """Return whether it is a number of the file that no integer type has as -1.
+
+        The least integer by -1 ends the process.
+        """
+        return _is_number(value) and not (isinstance(value, int) and value % 2**32 == 2**32 - 1)
 
     def _fits(self, value: Any, kind: str, base: str, name: str) -> bool:
         """Return whether an argument of a call fits its type, and what torch does not check."""
@@ -203,7 +213,20 @@ class Checker:
             return False
         if base.endswith("_aa") and name.startswith("scales_"):  # beside sizes they may differ from
             return False
+        if _WINDOWED.fullmatch(base) and (base == "arange" or kind == "List[int]"):
+            return self._is_of(value, kind) and self._are_sizes(value)
         return self._is_of(value, kind)
+
+    def _are_sizes(self, value: Any) -> bool:
+        """Return whether numbers are at most 2**31, or can be checked when the graph runs."""
+        for each in value if _is_list(value) else [value]:
+            if isinstance(each, fx.Node):
+                if self.facts[each].kind is not Kind.NUMBER:
+                    return False
+                self.sizes.add(each)
+            elif isinstance(each, int | float) and not abs(each) <= LARGEST_SIZE:
+                return False
+        return True
 
     def _is_of(self, value: Any, kind: str) -> bool:
         if kind.startswith("List["):
@@ -227,7 +250,7 @@ class Checker:
             kind = kind[len("Optional[") : -1]
             value = [v for v in value if v is not None] if _is_list(value) else value
         if _is_list(value):
-            small = kind != "int" or all(abs(v) <= _LARGEST_SIZE for v in value if type(v) is int)
+            small = kind != "int" or all(abs(v) <= LARGEST_SIZE for v in value if type(v) is int)
             return small and all(self._is_of(v, kind) for v in value)
         if kind == "Tensor":
             return self._is(value, Kind.PARTS, Kind.RESULT) and self._node(value)
@@ -248,6 +271,11 @@ class Checker:
 
     def _is_int(self, value: Any) -> bool:
         return self._is(value, Kind.NUMBER) and not isinstance(value, float | complex)
+
+
+def _only_adds(pad: Any) -> bool:
+    """Return whether padding has no negative number: circular padding then leaves elements out."""
+    return _is_list(pad) and all(type(v) is int and v >= 0 for v in pad)
 
 
 def _is_list(value: Any) -> bool:

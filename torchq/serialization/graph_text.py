@@ -14,7 +14,7 @@ from torchq.attributes.json_text import read_json
 from torchq.functional.placeholders import count
 from torchq.graphs.module import QuantizedGraph
 from torchq.nn.module import QModule, text_bytes
-from torchq.serialization.allowed import DTYPES, by_name, name_of
+from torchq.serialization.allowed import DTYPES, by_name, name_of, size
 from torchq.serialization.conditions import is_held, is_name, is_path, is_variable
 from torchq.serialization.graph_checks import MODULE, RESULT, TENSOR, Checker, Fact, are_values
 from torchq.serialization.plain_modules import describe_plain
@@ -148,6 +148,7 @@ class _Reader:
         if op in ("call_function", "call_method"):
             known = target if op == "call_function" else f"Tensor.{target}"  # in version 2
             fact = self.checker.call(known, *values)
+            values = fx.node.map_arg(values, self._sized)
             op, target = by_name(known)
         else:
             fact = _fact_of(op, bool(more))
@@ -156,6 +157,14 @@ class _Reader:
             self._check_values(op, *values)
         node = self.graph.create_node(op, target, *values, name=name)
         self.nodes[name], self.checker.facts[node] = node, fact
+
+    def _sized(self, value: fx.Node) -> fx.Node:
+        """Return a number with a check in front of it, where the last call needs that."""
+        if value not in self.checker.sizes or value.target is size:
+            return value
+        checked = self.graph.call_function(size, (value,))
+        self.checker.facts[checked] = self.checker.facts[value]
+        return checked
 
     def _own(self, op: str, target: str, more: tuple[Any, ...]) -> None:
         """Take the module or tensor that a node has."""
