@@ -62,7 +62,7 @@ def matmul_from_float(
         pack: returns the quantized weight.
     """
     quantized = pack(module, config.weight_granularity, config.int8_bits, weight_scale)
-    options: dict[str, Any] = {"post_ops": post_ops, "quantized": quantized}
+    options: dict[str, object] = {"post_ops": post_ops, "quantized": quantized}
     if not isinstance(module, nn.Linear):
         options["contiguous"] = contiguous
     if pad is not None:  # not in front of linear layers and transposed convolutions
