@@ -12,21 +12,22 @@ SRC, DST = "src_quantizer", "dst_quantizer"
 _FREEZE_AT = "torchq_freeze_at"
 
 
-def round_src(module: nn.Module, args: Any, kwargs: Any) -> Any:
+def round_src(
+    module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """Round the source of a layer."""
-    quantizer: Any = getattr(module, SRC)
+    quantizer = getattr(module, SRC)
     if args:
         return (quantizer(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "input": quantizer(kwargs["input"])}
 
 
-def round_dst(module: nn.Module, args: Any, result: Tensor) -> Any:
+def round_dst(module: nn.Module, args: object, result: Tensor) -> object:
     """Round the result of a module."""
-    quantizer: Any = getattr(module, DST)
-    return quantizer(result)
+    return getattr(module, DST)(result)
 
 
-def freeze_statistics(module: Any, args: Any) -> None:
+def freeze_statistics(module: Any, args: object) -> None:
     """Put a batch norm that has seen enough batches in eval mode, before its call."""
     if module.training and module.num_batches_tracked >= getattr(module, _FREEZE_AT):
         module.eval()
