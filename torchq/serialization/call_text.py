@@ -80,7 +80,7 @@ def restore(module: nn.Module, graph: nn.Module, name: str, text: Tensor) -> Non
 
 def _check(fields: dict[str, Any], name: str) -> None:
     """Refuse what could run as code within the function that chooses calls."""
-    wrong: list[Any] = []
+    wrong: list[object] = []
     for index, _, shape in fields["arguments"]:
         count("sizes of arguments", 1 + len(shape))
         wrong += [size for size in (index, *shape) if not is_size(size)] + shape[_MOST_DIMS:]
@@ -119,7 +119,7 @@ def _encode(value: object, example: Example, name: str) -> object:
     )
 
 
-def _decode(value: Any, arguments: list[Argument]) -> Any:
+def _decode(value: object, arguments: list[Argument]) -> object:
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()

@@ -148,7 +148,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 _Read = Callable[[memoryview], bytes | memoryview]
 
 
-def _digest(header: dict[str, Any], views: Sequence[memoryview], read: _Read) -> str:
+def _digest(header: Mapping[str, object], views: Sequence[memoryview], read: _Read) -> str:
     """Return the digest of the digests of what is read of the header and of each tensor.
 
     The header is without its digest, with sorted keys.
