@@ -169,13 +169,13 @@ def _int4(layer: DynamicQLinearInt4, scheme: str) -> dict[str, Tensor]:
     return found
 
 
-def _scheme(model: nn.Module, layers: Mapping[str, Any], scheme_4bit: str) -> dict[str, Any]:
+def _scheme(model: nn.Module, layers: Mapping[str, Any], scheme_4bit: str) -> dict[str, object]:
     """Return the quantization_config of config.json."""
     kinds = dict[tuple[int, bool], list[str]]()
     for name, layer in layers.items():
         kind = (layer.group_size, layer.symmetric) if _is_int4(layer) else (0, True)
         kinds.setdefault(kind, []).append(name)
-    groups: dict[str, Any] = {}
+    groups: dict[str, dict[str, object]] = {}
     for (size, symmetric), names in kinds.items():
         only = len(kinds) == 1
         groups[f"group_{len(groups)}"] = {
@@ -216,7 +216,7 @@ def _both_names(model: nn.Module, names: Iterable[str]) -> list[str]:
     return [*found]
 
 
-def _weights(group_size: int, symmetric: bool) -> dict[str, Any]:
+def _weights(group_size: int, symmetric: bool) -> dict[str, object]:
     if not group_size:
         return {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
     form = {"num_bits": 4, "type": "int", "symmetric": symmetric}
