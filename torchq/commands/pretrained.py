@@ -117,7 +117,7 @@ class Folder:
         print(f"load it: {self._how_to_load(type(part).__name__)}")
         return 0
 
-    def _outputs(self, title: str, model: Any, samples: Sequence[Any]) -> list[object]:
+    def _outputs(self, title: str, model: Any, samples: Sequence[object]) -> list[object]:
         run = partial(call, model)
         if self.is_sentences:
             run = partial(model.encode, convert_to_tensor=True, show_progress_bar=False)

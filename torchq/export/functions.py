@@ -78,8 +78,7 @@ def _binary(op: str) -> Callable[..., str]:
 def _floordiv(g: OnnxGraph, input: Number, other: Number) -> str:
     if any(isinstance(v, Value) and isinstance(v.example, Tensor) for v in (input, other)):
         raise UnsupportedError("a floor division of tensors has none")
-    result: str = _binary("FloorDiv")(g, input, other)
-    return result
+    return _binary("FloorDiv")(g, input, other)
 
 
 def _unary(op: str) -> Callable[..., str]:

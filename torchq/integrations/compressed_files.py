@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from torchq.attributes.json_text import read_json
+from torchq.attributes.json_text import JsonObject, read_json
 from torchq.attributes.options import GroupSize
 from torchq.quantization.int4 import GROUP_SIZES
 from torchq.quantization.qparams import QParams
@@ -199,7 +199,7 @@ def _has_form(group: object) -> bool:
     return all(part is None or isinstance(part, dict) for part in parts)
 
 
-def _targets_of_4_bits(scheme: dict[str, Any]) -> set[str]:
+def _targets_of_4_bits(scheme: JsonObject) -> set[str]:
     """Return the targets of a checked scheme whose weights have 4 bits; "" for all of them.
 
     Beside int8 ones, 4-bit integers of a byte with one scale a row are taken for int8 ones, unless
@@ -216,7 +216,7 @@ def _targets_of_4_bits(scheme: dict[str, Any]) -> set[str]:
     return found | ({""} if are_all else set())
 
 
-def _why_not(group: dict[str, Any], form: object) -> list[str]:
+def _why_not(group: JsonObject, form: object) -> list[str]:
     """Return what of a group has no form here."""
     problems = []
     weights, sources = group.get("weights") or {}, group.get("input_activations")

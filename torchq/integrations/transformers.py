@@ -34,7 +34,7 @@ from torchq.integrations.checkpoint import (
     stored_state,
 )
 from torchq.models.conversions import refusing_conversions
-from torchq.models.inputs import without_gradients
+from torchq.models.inputs import Model, without_gradients
 from torchq.nn.batch_norm import weight_of
 from torchq.nn.embedding import QEmbedding
 from torchq.nn.leaf import Leaf, QuantizedLeaf, take_hooks, without_hooks
@@ -321,12 +321,7 @@ class _MakeLeaf(ConversionOps):
     @torch.inference_mode(False)
     @torch.no_grad()
     def convert(
-        self,
-        input_dict: dict[str, object],
-        *,
-        model: nn.Module,
-        missing_keys: set[str],
-        **_: object,
+        self, input_dict: dict[str, object], *, model: Any, missing_keys: set[str], **kwargs: object
     ) -> dict[str, object]:
         return {
             key: value
@@ -352,11 +347,11 @@ class _MakeLeaf(ConversionOps):
         return made
 
 
-def initialized(leaf: Any) -> Any:
+def initialized(leaf: Model) -> Model:
     """Return the leaf with the mark that keeps transformers from giving it random weights."""
     for part in (*leaf.modules(), leaf.weight, leaf.bias):
         if part is not None:
-            part._is_hf_initialized = True
+            vars(part)["_is_hf_initialized"] = True
     return leaf
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._C import FunctionSchema
+from torch._ops import OpOverload, OpOverloadPacket
 
 from torchq.migrate.ao_modules import (
     STATIC,
@@ -250,9 +251,7 @@ def the_only(found: Mapping[str, Collection[Params | None]]) -> dict[str, Params
 
 def _quantized_name(node: fx.Node) -> str:
     """Return the name of a call in ``torch.ops.quantized``, or ""."""
-    if node.op != "call_function" or not isinstance(
-        node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket
-    ):
+    if not isinstance(node.target, OpOverload | OpOverloadPacket):
         return ""
     space, _, name = _schema(node).name.partition("::")
     return name if space == "quantized" else ""
@@ -261,7 +260,7 @@ def _quantized_name(node: fx.Node) -> str:
 def _schema(node: fx.Node) -> FunctionSchema:
     """Return the schema of a call; the overload follows from the number of arguments."""
     target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return target._schema
     overloads: list[FunctionSchema] = [getattr(target, name)._schema for name in target.overloads()]
     count = len(node.args) + len(node.kwargs)

@@ -41,7 +41,7 @@ def float_layer(layer: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Mod
     return layer.eval()
 
 
-def dynamic_leaf(layer: Any, weight: Tensor, scales: Tensor) -> QuantizedLeaf:
+def dynamic_leaf(layer: nn.Module, weight: Tensor, scales: Tensor) -> QuantizedLeaf:
     """Return the dynamic leaf of a linear layer or convolution.
 
     Args:

@@ -150,7 +150,7 @@ class _Pairs:
         with self.graph.inserting_before(node):
             return self.graph.call_module(name, (source,))
 
-    def _weight(self, node: fx.Node, weight: Tensor, params: list[Any]) -> fx.Node:
+    def _weight(self, node: fx.Node, weight: Tensor, params: list[object]) -> fx.Node:
         """Write a float weight, and its fake quantizer."""
         name = f"{node.name}_weight"
         self.weights[name] = weight
@@ -184,9 +184,9 @@ class _Pairs:
         return ""
 
 
-def _dequantized(node: fx.Node, weight: Tensor, params: list[Any]) -> Tensor:
-    target: Any = node.target
-    result: Tensor = target(weight, *params)
+def _dequantized(node: fx.Node, weight: Tensor, params: list[object]) -> Tensor:
+    assert callable(node.target)
+    result: Tensor = node.target(weight, *params)
     return result
 
 

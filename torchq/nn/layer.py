@@ -219,7 +219,7 @@ class QLayer(QModule):
         self.lookup = lookup
         return self
 
-    def _is_source_of(self, reader: Any) -> bool:
+    def _is_source_of(self, reader: QModule) -> bool:
         """Return whether a module takes this one's destination as it is."""
         same = self.dst_dtype == reader.src_dtype
         same = same and torch.equal(self.dst_scale, reader.src_scale)

@@ -126,10 +126,8 @@ class PackedWeights:
     ) -> Made:
         """Return the form of a weight with this key, made where it is new."""
         known = self._of(name, weight.detach())
-        for form in known.forms:
-            if len(form.key) == len(key) and all(map(_equal, form.key, key)):
-                break
-        else:
+        same = (f for f in known.forms if len(f.key) == len(key) and all(map(_equal, f.key, key)))
+        if (form := next(same, None)) is None:
             known.forms.append(form := _Form(key, why, make()))
         made: Made = form.made
         return made

@@ -193,7 +193,6 @@ class ObservedRNN(_Observed):
             RuntimeError: it was never run (static configurations).
         """
         cls, options = NETWORKS[torch_class(self.module, NETWORKS)], self._weights()
-        result: QLSTM | QGRU | QRNN
         coarse = dst_dtype == torch.float32 and bool(self.why_coarse())
         if self.config.dynamic or coarse:
             result = cls.from_float(self.module, **options)
@@ -205,8 +204,7 @@ class ObservedRNN(_Observed):
             options["hidden"] = self._qparams(self.hidden_observer)
         states = [self._qparams(observer) for observer in self.state_observers]
         src = self._qparams(self.src_observer)
-        result = cls.from_float(self.module, src, states, dst_dtype=dst_dtype, **options)
-        return result
+        return cls.from_float(self.module, src, states, dst_dtype=dst_dtype, **options)
 
 
 def _before_projection(layer: nn.RNNBase, src: Source, states: States) -> Iterator[Tensor]:
@@ -267,5 +265,4 @@ class ObservedRNNCell(_Observed):
         if not self.config.dynamic and not self.why_coarse():
             options["src"] = self._qparams(self.src_observer)
             options["state"] = self._qparams(self.state_observer)
-        result: QLSTMCell | QGRUCell | QRNNCell = cls.from_float(self.module, **options)
-        return result
+        return cls.from_float(self.module, **options)

@@ -13,13 +13,13 @@ import json
 import os
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, overload
+from typing import overload
 
 import torch
 from torch import Tensor, nn
 
 from torchq.attributes.arguments import check_type
-from torchq.attributes.json_text import read_json
+from torchq.attributes.json_text import JsonObject, read_json
 from torchq.convert.dispatch import dispatches, full_state, memory
 from torchq.convert.sources import name_sources
 from torchq.convert.swap.pretrained import refuse_save_pretrained
@@ -220,7 +220,7 @@ def _graph(text: Tensor, state: dict[str, Tensor], model: nn.Module | None = Non
     """Return a graph whose tensors are still to be loaded; ``model`` has its float modules."""
     quantized, copies = quantized_modules(state), dict[int, object]()
 
-    def module(name: str, source: str | None, plain: dict[str, Any] | None = None) -> nn.Module:
+    def module(name: str, source: str | None, plain: JsonObject | None = None) -> nn.Module:
         if source is None:
             outer = outer_of(name, quantized)
             if outer is None:

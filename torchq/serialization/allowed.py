@@ -314,7 +314,9 @@ def schemas_of(name: str) -> tuple[FunctionSchema, ...]:
     if library == "aten":
         base, _, overload = own.partition(".")
         found = schemas(_REPLACED.get(base, base)) if _is_named(base) else {}
-        return tuple(found.values()) if not overload else tuple(_one(found, overload))
+        if overload:
+            return (found[overload],) if overload in found else ()
+        return tuple(found.values())
     if library == "torchq":
         own = own.removesuffix(".default")
         return (getattr(torch.ops.torchq, own).default._schema,) if own in OWN else ()
@@ -328,10 +330,6 @@ def schemas_of(name: str) -> tuple[FunctionSchema, ...]:
 
 def _is_named(own: str) -> bool:
     return _REPLACED.get(own, own) in _NAMES
-
-
-def _one(found: dict[str, FunctionSchema], overload: str) -> list[FunctionSchema]:
-    return [found[overload]] if overload in found else []
 
 
 def by_name(name: str) -> tuple[str, fx.node.Target]:

@@ -17,7 +17,7 @@ from typing import Any
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils import _pytree as pytree
 
-from torchq.attributes.json_text import read_json
+from torchq.attributes.json_text import JsonObject, read_json
 from torchq.serialization.tensor_file import is_short
 
 _PLAIN = {f"{cls.__module__}.{cls.__name__}": cls for cls in (tuple, list)}
@@ -75,7 +75,7 @@ def read_structure(text: object, own: str) -> pytree.TreeSpec:
     return _read(found[1], (own,))
 
 
-def _read(node: dict[str, Any], own: tuple[str, ...]) -> pytree.TreeSpec:
+def _read(node: JsonObject, own: tuple[str, ...]) -> pytree.TreeSpec:
     children = [_read(child, own) for child in node["children_spec"]]
     name, context = node["type"], node["context"]
     if isinstance(name, str) and not is_short(name):
