@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """torchq: exact, fast int8 inference on CPUs for PyTorch."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchq import eager, functional, nn, observers, ops, packing, saturation
 from torchq.analysis import (
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torchq.integrations.transformers import TorchqConfig as TorchqConfig
 else:
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
         """Import what needs an optional package when it is first asked for."""
         if name != "TorchqConfig":
             raise AttributeError(f"module 'torchq' has no attribute {name!r}")

@@ -13,9 +13,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import nn
 
 import torchq
 from torchq.analysis.timing import crowded
@@ -128,7 +128,7 @@ def bench(args: argparse.Namespace) -> int:
     """Time a model in float, in int8, and in int8 as frozen TorchScript."""
     model, data = load_model(args.model)
     qmodel = torchq.quantize(model, data, data[0])
-    models: dict[str, Any] = {"float": model, "int8": qmodel}
+    models: dict[str, nn.Module] = {"float": model, "int8": qmodel}
     positional, keywords = split_inputs(data[0])
     if not keywords:
         with torch.inference_mode():

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ def _register(name: str, kernel: Callable[..., object]) -> None:
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
     needed = inspect.signature(kernel).parameters
 
-    def checked(*args: object, **kwargs: object) -> Any:
+    def checked(*args: object, **kwargs: object) -> object:
         refuse_onnx_export()
         given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
         _check_devices(name, given)

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Values: TypeAlias = float | Sequence[Any] | npt.NDArray[Any] | Tensor
+Values: TypeAlias = float | Sequence[object] | npt.NDArray[np.generic] | Tensor
 
 DTYPE_NAMES = {torch.uint8: "u8", torch.int8: "s8", torch.int32: "s32", torch.float32: "f32"}
 FLOATS = (torch.float32, torch.bfloat16)
@@ -173,7 +173,7 @@ def int_values(where: str, values: Values) -> Tensor:
     return torch.from_numpy(array.astype(np.int32))
 
 
-def _array(where: str, values: Values, kinds: str, expected: str) -> npt.NDArray[Any]:
+def _array(where: str, values: Values, kinds: str, expected: str) -> npt.NDArray[np.generic]:
     if isinstance(values, Tensor):
         values = values.detach().cpu()
         values = (values.double() if values.is_floating_point() else values).numpy()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 import torch
 from torch import Tensor
@@ -336,7 +336,7 @@ class Attr:
 
     if not TYPE_CHECKING:  # type checkers shall find a misspelt name themselves
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name: str) -> NoReturn:
             """Name the reason where oneDNN has the setter."""
             raise missing_attribute(name)
 

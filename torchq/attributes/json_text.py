@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 
+JsonObject = dict[str, Any]
+"""An object of a text of others: each value is to be checked before its use."""
+
 _VALUES = 500_000
 """The most values of one text: 50 MB of objects, and three times what the largest graphs have."""
 _DEPTH = 100

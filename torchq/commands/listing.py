@@ -9,12 +9,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from torchq.attributes.arguments import float_text
-from torchq.nn.module import read_spec
+from torchq.nn.module import Spec, read_spec
 from torchq.report.rows import Row
 from torchq.report.tables import text_table
 from torchq.serialization import read_state
@@ -25,7 +24,7 @@ _OWN = ("torchq_aliases", "torchq_call")
 """Tensors that say how a model is called, and which tensors have several names."""
 _HEADS = ("module", "class", "bytes", "what it holds")
 
-Specs = Mapping[str, Mapping[str, Any]]
+Specs = Mapping[str, Spec]
 
 
 def add_inspect(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +105,7 @@ def _by_module(specs: Specs, rows: Sequence[Row]) -> dict[str, list[str]]:
     return {name: parts for name, parts in found.items() if parts}
 
 
-def _described(spec: Mapping[str, Any]) -> str:
+def _described(spec: Spec) -> str:
     """Return what a quantized module computes."""
     texts = [f"weight {spec['weight']}"] if spec.get("weight") else []
     if spec.get("bits", 8) != 8:
@@ -146,7 +145,7 @@ def _bytes(value: Tensor) -> int:
     return value.numel() * value.element_size()
 
 
-def _form(value: Tensor) -> dict[str, Any]:
+def _form(value: Tensor) -> dict[str, object]:
     return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
 
 

@@ -57,7 +57,7 @@ def model_and_batches(spec: str) -> tuple[nn.Module, Sequence[Inputs]]:
     return result[0], batches_of(result[1], spec)
 
 
-def _described(result: Any) -> str:
+def _described(result: object) -> str:
     """Return what a function returned, as text."""
     if isinstance(result, type):
         return f"the class {result.__name__}"

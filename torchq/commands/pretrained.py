@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +26,7 @@ from torchq.models.inputs import Inputs, call
 
 _LONGEST = 512
 """Tokens of a sample; what is longer is cut."""
+Loaded = TypeVar("Loaded")
 _WEIGHTS = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".safetensors"}
 
 
@@ -93,7 +95,7 @@ class Folder:
         """Quantize, write, and print the summary."""
         samples = self._samples()
         before = report.stored_bytes(self.path)
-        expected = list[Any]()
+        expected = list[object]()
         if self.dynamic:
             if samples:
                 expected = self._outputs("float model", self._load(), samples)
@@ -115,7 +117,7 @@ class Folder:
         print(f"load it: {self._how_to_load(type(part).__name__)}")
         return 0
 
-    def _outputs(self, title: str, model: Any, samples: Sequence[Any]) -> list[Any]:
+    def _outputs(self, title: str, model: Any, samples: Sequence[object]) -> list[object]:
         run = partial(call, model)
         if self.is_sentences:
             run = partial(model.encode, convert_to_tensor=True, show_progress_bar=False)
@@ -130,7 +132,7 @@ class Folder:
         source = f"{name}.from_pretrained({str(self.path)!r})"
         return f"torchq.load({output!r}, {source})"
 
-    def _load(self, **options: Any) -> Any:
+    def _load(self, **options: object) -> Any:
         """Return the model in float32, or as the options say."""
         if self.is_sentences:
             sentences = _needed("sentence_transformers", "sentence-transformers")
@@ -143,7 +145,7 @@ class Folder:
             options = {"dtype": torch.float32}
         return self._loaded(lambda: cls.from_pretrained(str(self.path), **options)).eval()
 
-    def _loaded(self, load: Callable[[], Any]) -> Any:
+    def _loaded(self, load: Callable[[], Loaded]) -> Loaded:
         """Return what ``load`` returns; the library's errors name the folder, in one line."""
         try:
             return load()
@@ -223,7 +225,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
-def _needed(module: str, package: str) -> Any:
+def _needed(module: str, package: str) -> ModuleType:
     """Return a module of an optional package."""
     try:
         return importlib.import_module(module)

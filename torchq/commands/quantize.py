@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -112,8 +111,7 @@ def quantize(args: argparse.Namespace) -> int:
 
 def _config(args: argparse.Namespace) -> torchq.QConfig:
     recipe = getattr(args, "recipe", None)
-    options: dict[str, Any] = {} if recipe is None else {"recipe": recipe}
-    return torchq.QConfig(**options)
+    return torchq.QConfig() if recipe is None else torchq.QConfig(recipe=recipe)
 
 
 def _quantized(model: nn.Module, batches: Sequence[Inputs], args: argparse.Namespace) -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from torchq.commands.samples import shown
 from torchq.models.inputs import Inputs
 from torchq.models.state import as_before
 
+Sample = TypeVar("Sample")
+
 
 def static(model: nn.Module, batches: Sequence[Inputs], config: torchq.QConfig) -> nn.Module:
     """Calibrate and convert, with progress."""
@@ -25,8 +27,8 @@ def static(model: nn.Module, batches: Sequence[Inputs], config: torchq.QConfig) 
 
 
 def outputs(
-    title: str, model: nn.Module, run: Callable[[Any], Any], samples: Sequence[Any]
-) -> list[Any]:
+    title: str, model: nn.Module, run: Callable[[Sample], object], samples: Sequence[Sample]
+) -> list[object]:
     """Return what ``run`` computes of each sample; the model keeps its state."""
     with torch.inference_mode(), as_before(model):
         return [run(sample) for sample in shown(title, samples)]

@@ -6,10 +6,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from torchq.attributes.post_op import Binary, Eltwise, PReLU, Sum
 from torchq.export.onnx_graph import OnnxGraph, UnsupportedError, Value
@@ -71,7 +72,7 @@ FORMULAS: dict[str, Formula] = {
 }
 """Algorithm of a post-op -> its nodes, of a source, alpha and beta."""
 
-_KNOWN: list[tuple[Callable[..., Any], str, float, float]] = [
+_KNOWN: list[tuple[Callable[[Tensor], Tensor], str, float, float]] = [
     (F.relu, "relu", 0, 0),
     (F.leaky_relu, "relu", 0.01, 0),
     (F.silu, "swish", 1, 0),

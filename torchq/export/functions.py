@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,19 +20,21 @@ from torchq.functional.embeddings import PackedEmbedding
 
 Number: TypeAlias = int | float | Value
 Size: TypeAlias = int | Value
+Sizes: TypeAlias = Size | Sequence[Size]
+Dims: TypeAlias = int | Sequence[int]
+Part = TypeVar("Part", int, Size)
 
 
-def _list(values: tuple[Any, ...]) -> list[Any]:
+def _list(values: tuple[Part | Sequence[Part], ...]) -> list[Part]:
     """Return sizes or dims that are given one by one, or as one sequence."""
-    one = len(values) == 1 and isinstance(values[0], Sequence)
-    return list(values[0] if one else values)
+    return [part for v in values for part in (v if isinstance(v, Sequence) else (v,))]
 
 
-def _same(g: OnnxGraph, src: Value, *args: Any, **kwargs: Any) -> Value:
+def _same(g: OnnxGraph, src: Value, *args: object, **kwargs: object) -> Value:
     return src
 
 
-def _to(g: OnnxGraph, src: Value, *args: Any, **kwargs: Any) -> Any:
+def _to(g: OnnxGraph, src: Value, *args: object, **kwargs: object) -> Value | str:
     dtypes = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
     if src.params is not None or not dtypes or dtypes[0] == src.example.dtype:
         return src
@@ -56,7 +58,7 @@ def _operand(g: OnnxGraph, value: Number, dtype: torch.dtype, is_number: bool) -
     return value.name if own == dtype else _cast(g, value.name, dtype)
 
 
-def _promoted(values: Sequence[Any]) -> torch.dtype:
+def _promoted(values: Sequence[Tensor | float]) -> torch.dtype:
     if any(isinstance(v, Tensor) for v in values):
         return reduce(torch.promote_types, [torch.result_type(values[0], v) for v in values[1:]])
     return torch.float32 if any(isinstance(v, float) for v in values) else torch.int64
@@ -76,8 +78,7 @@ def _binary(op: str) -> Callable[..., str]:
 def _floordiv(g: OnnxGraph, input: Number, other: Number) -> str:
     if any(isinstance(v, Value) and isinstance(v.example, Tensor) for v in (input, other)):
         raise UnsupportedError("a floor division of tensors has none")
-    result: str = _binary("FloorDiv")(g, input, other)
-    return result
+    return _binary("FloorDiv")(g, input, other)
 
 
 def _unary(op: str) -> Callable[..., str]:
@@ -130,7 +131,7 @@ def _conv(
     return g.add("Conv", *srcs, strides=strides, pads=pads * 2, dilations=gaps, group=groups)
 
 
-def _softmax(g: OnnxGraph, input: Value, dim: int, dtype: Any = None) -> str:
+def _softmax(g: OnnxGraph, input: Value, dim: int, dtype: object = None) -> str:
     return g.add("Softmax", input.name, axis=dim)
 
 
@@ -148,13 +149,13 @@ def _layer_norm(
     return g.add("LayerNormalization", *srcs, axis=-len(normalized_shape), epsilon=eps)
 
 
-def _mean(g: OnnxGraph, input: Value, dim: Any = None, keepdim: bool = False) -> str:
+def _mean(g: OnnxGraph, input: Value, dim: Dims | None = None, keepdim: bool = False) -> str:
     dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
     axes = [g.constant([d % input.rank for d in dims])] if dims else []
     return g.add("ReduceMean", input.name, *axes, keepdims=int(keepdim))
 
 
-def _adaptive_avg_pool(g: OnnxGraph, input: Value, output_size: Any) -> str:
+def _adaptive_avg_pool(g: OnnxGraph, input: Value, output_size: Dims) -> str:
     sizes = [output_size] if isinstance(output_size, int) else output_size
     if set(sizes) != {1}:
         raise UnsupportedError(f"an adaptive pool must give size 1, got {output_size}")
@@ -182,7 +183,7 @@ def _size(g: OnnxGraph, src: Value, dim: int | None = None) -> Value | tuple[Val
     return tuple(g.size(src, d) for d in range(src.rank)) if dim is None else g.size(src, dim)
 
 
-def _reshape(g: OnnxGraph, src: Value, *shape: Any) -> str:
+def _reshape(g: OnnxGraph, src: Value, *shape: Sizes) -> str:
     sizes = _list(shape)
     varying = [i for i, s in enumerate(sizes) if isinstance(s, Value)]
     if len(varying) == 1 and -1 not in sizes:
@@ -202,7 +203,7 @@ def _unflatten(g: OnnxGraph, src: Value, dim: int, sizes: Sequence[Size]) -> str
     return g.add("Reshape", src.name, g.sizes([*[0] * at, *sizes, *behind]))
 
 
-def _permute(g: OnnxGraph, src: Value, *dims: Any) -> str:
+def _permute(g: OnnxGraph, src: Value, *dims: Dims) -> str:
     return g.add("Transpose", src.name, perm=[d % src.rank for d in _list(dims)])
 
 
@@ -216,7 +217,7 @@ def _unsqueeze(g: OnnxGraph, src: Value, dim: int) -> str:
     return g.add("Unsqueeze", src.name, g.constant([dim]))
 
 
-def _squeeze(g: OnnxGraph, src: Value, *dim: Any) -> str:
+def _squeeze(g: OnnxGraph, src: Value, *dim: Dims) -> str:
     dims = _list(dim) or list(range(src.rank))
     return g.add("Squeeze", src.name, g.constant([d for d in dims if src.example.shape[d] == 1]))
 
@@ -225,7 +226,7 @@ def _select(g: OnnxGraph, src: Value, dim: int, index: int) -> str:
     return g.add("Gather", src.name, g.constant(index), axis=dim)
 
 
-def _getitem(g: OnnxGraph, src: Any, index: Any) -> Any:
+def _getitem(g: OnnxGraph, src: Value | Sequence[object], index: Any) -> object:
     if not isinstance(src, Value):
         return src[index]
     parts = list(index) if isinstance(index, tuple) else [index]
@@ -257,7 +258,7 @@ def _chunk(g: OnnxGraph, src: Value, chunks: int, dim: int = 0) -> list[str]:
     return _split(g, src, -(-src.example.shape[dim] // chunks), dim)
 
 
-def _split(g: OnnxGraph, src: Value, split_size: Any, dim: int = 0) -> list[str]:
+def _split(g: OnnxGraph, src: Value, split_size: int | Sequence[Size], dim: int = 0) -> list[str]:
     if isinstance(split_size, int):
         whole = src.example.shape[dim]
         split_size = [min(split_size, whole - i) for i in range(0, whole, split_size)]
@@ -273,11 +274,11 @@ def _cat(g: OnnxGraph, tensors: Sequence[Value], dim: int = 0) -> str:
     return g.add("Concat", *(t.name for t in tensors), axis=dim)
 
 
-def _expand(g: OnnxGraph, src: Value, *sizes: Any) -> str:
+def _expand(g: OnnxGraph, src: Value, *sizes: Sizes) -> str:
     return g.add("Expand", src.name, g.sizes([1 if s == -1 else s for s in _list(sizes)]))
 
 
-def _embedding(g: OnnxGraph, weight: Value, indices: Value, *options: Any, **more: Any) -> str:
+def _embedding(g: OnnxGraph, weight: Value, indices: Value, *options: Any, **more: object) -> str:
     if weight.example.dtype == torch.uint8:
         return _quantized_rows(g, indices, PackedEmbedding(weight.example, *options))
     return g.add("Gather", weight.name, indices.name, axis=0)
@@ -287,8 +288,8 @@ def _embedding_bag(
     g: OnnxGraph,
     weight: Value,
     indices: Value,
-    offsets: Any = None,
-    factors: Any = None,
+    offsets: object = None,
+    factors: Value | None = None,
     *more: Any,
 ) -> str:
     """Write bags of one size."""

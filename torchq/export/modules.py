@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +13,14 @@ from torchq.attributes.post_ops import PostOps
 from torchq.export.formulas import post_op, table
 from torchq.export.onnx_graph import OnnxGraph, UnsupportedError, Value
 from torchq.nn.attention import QAttention
-from torchq.nn.binary import QAdd, QCat, QMul
+from torchq.nn.binary import QAdd, QCat, QMul, _QCombine
 from torchq.nn.conv import QConv
 from torchq.nn.conv_transpose import QConvTranspose
 from torchq.nn.dynamic import DynamicQLinear
 from torchq.nn.layer import QLayer
 from torchq.nn.linear import QLinear
 from torchq.nn.matmul import QMatMul
+from torchq.nn.module import QModule
 from torchq.nn.pad import QPad
 from torchq.nn.pooling import QAdaptiveAvgPool, QAvgPool, QMaxPool
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
@@ -27,7 +28,7 @@ from torchq.nn.resample import QResample
 from torchq.quantization.qparams import QParams
 
 
-def src_params(module: Any) -> QParams:
+def src_params(module: QModule) -> QParams:
     """Return the parameters of the source of a module that has one."""
     if module.src_scale.numel() != 1:
         raise UnsupportedError("it has one scale for each channel")
@@ -54,7 +55,7 @@ def _params(scale: Tensor, zero_point: Tensor, dtype: torch.dtype, bits: int = 8
     return QParams(scale.reshape(()), zero_point.reshape(()), dtype, None, bits)
 
 
-def _sources(g: OnnxGraph, module: Any, values: list[Value]) -> list[str]:
+def _sources(g: OnnxGraph, module: _QCombine, values: list[Value]) -> list[str]:
     """Return the real values that a module with several sources reads."""
     names = []
     for i, value in enumerate(values):
@@ -98,7 +99,7 @@ def _linear(g: OnnxGraph, module: QLinear, src: Value, *residual: Value) -> str:
 
 
 def _dynamic_linear(
-    g: OnnxGraph, module: DynamicQLinear, src: Value, post_ops: str = "", srcs: Any = None
+    g: OnnxGraph, module: DynamicQLinear, src: Value, post_ops: str = "", srcs: Sequence[Value] = ()
 ) -> str:
     """Read the source in float: scales of rows are no parameters of QuantizeLinear."""
     x = src.name
@@ -160,7 +161,7 @@ def _grouped_weight(g: OnnxGraph, module: QLayer, weight: Tensor, groups: int) -
 # Pools and what moves elements
 
 
-def _window(module: Any) -> tuple[list[int], dict[str, Any]]:
+def _window(module: QMaxPool | QAvgPool) -> tuple[list[int], dict[str, object]]:
     """Return the padding before each dim and then behind, and the attributes of a pool."""
     dims = len(module.geometry) // 5
     kernel, strides = module.geometry[:dims], module.geometry[dims : 2 * dims]
@@ -203,7 +204,7 @@ def _pad(g: OnnxGraph, module: QPad, src: Value, padding: list[int | Value]) -> 
     return g.add("Pad", x, g.sizes([*rest, *begin, *rest, *end]), g.constant(0.0))
 
 
-def _resample(g: OnnxGraph, module: QResample, src: Value, size: Any = None) -> str:
+def _resample(g: OnnxGraph, module: QResample, src: Value, size: Sequence[int | Value] = ()) -> str:
     x, options = g.source(src, src_params(module)), {"mode": "linear"}
     options["coordinate_transformation_mode"] = "pytorch_half_pixel"
     if size or module.size:
@@ -222,7 +223,7 @@ def _resample(g: OnnxGraph, module: QResample, src: Value, size: Any = None) -> 
 
 
 def _binary(op: str) -> Callable[..., str]:
-    def write(g: OnnxGraph, module: Any, src0: Value, src1: Value) -> str:
+    def write(g: OnnxGraph, module: QAdd | QMul, src0: Value, src1: Value) -> str:
         x = g.add(op, *_sources(g, module, [src0, src1]))
         return g.add("Relu", x) if module.relu else x
 
@@ -242,7 +243,7 @@ def _matmul(g: OnnxGraph, module: QMatMul, src0: Value, src1: Value) -> str:
 
 def _attention(
     g: OnnxGraph, module: QAttention, query: Value, key: Value, value: Value,
-    mask: Value | None = None, scale: Any = None,
+    mask: Value | None = None, scale: float | Value | None = None,
 ) -> str:  # fmt: skip
     if module.enable_gqa:
         raise UnsupportedError("key and value have fewer heads than query")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -48,18 +49,18 @@ class OnnxGraph:
         scope: what names begin with.
     """
 
-    def __init__(self, onnx: Any) -> None:
+    def __init__(self, onnx: ModuleType) -> None:
         """Start an empty graph; ``onnx`` is the package."""
         self.onnx, self.opset, self.scope = onnx, _LOWEST, ""
-        self._nodes, self._constants = list[Any](), dict[str, Any]()
-        self._names, self._inputs, self._outputs = set[str](), list[Any](), list[Any]()
-        self._made: dict[Any, str] = {}  # constants by content, quantized tensors by parameters
+        self._nodes, self._constants = list[Any](), dict[str, object]()
+        self._names, self._inputs, self._outputs = set[str](), list[object](), list[object]()
+        self._made: dict[object, str] = {}  # constants by content, quantized tensors by parameters
 
-    def add(self, op: str, *inputs: str, **attributes: Any) -> str:
+    def add(self, op: str, *inputs: str, **attributes: object) -> str:
         """Add a node with one result, and return the name of that."""
         return self.add_many(op, 1, *inputs, **attributes)[0]
 
-    def add_many(self, op: str, count: int, *inputs: str, **attributes: Any) -> list[str]:
+    def add_many(self, op: str, count: int, *inputs: str, **attributes: object) -> list[str]:
         """Add a node, and return the names of its results."""
         self.opset = max(self.opset, _SINCE.get(op, _LOWEST))
         results = [self._free(f"{self.scope}/{op}") for _ in range(count)]
@@ -151,7 +152,7 @@ class OnnxGraph:
         self.onnx.checker.check_model(model, full_check=True)
         return model
 
-    def _info(self, name: str, example: Tensor, sizes: Sequence[Any]) -> Any:
+    def _info(self, name: str, example: Tensor, sizes: Sequence[object]) -> object:
         dtype = self.onnx.helper.np_dtype_to_tensor_dtype(example.numpy().dtype)
         return self.onnx.helper.make_tensor_value_info(name, dtype, sizes)
 

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -91,7 +91,7 @@ class _Writer(fx.Interpreter):
         self.extra_traceback = False  # errors have one message
         self.onnx, self.forms = onnx, dict[fx.Node, Any]()
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         result = super().run_node(n)
         if n.name.startswith(CHECK):
             return result
@@ -107,14 +107,15 @@ class _Writer(fx.Interpreter):
             ) from None
         return result
 
-    def _form(self, n: fx.Node, result: Any, args: Any, kwargs: Any) -> Any:
+    def _form(self, n: fx.Node, result: Any, args: Any, kwargs: Any) -> object:
         """Return what stands for the value of a node in ONNX."""
         if any(isinstance(t, Tensor) and t.dtype == torch.bfloat16 for t in tree_leaves(result)):
             raise UnsupportedError("it gives bfloat16: quantize model.float() for a file")
         if n.op == "placeholder":
             return self._input(n, result)
         if n.op == "output":
-            return self._outputs(args)
+            self._outputs(args)
+            return None
         values = [v for v in tree_leaves((args, kwargs)) if isinstance(v, Value)]
         if n.op == "get_attr" or not values:  # the same in every call
             return self._constant(result)
@@ -130,7 +131,7 @@ class _Writer(fx.Interpreter):
             params = dst_params(first[0]) if first else next(known, None)
         return self._values(made, result, params)
 
-    def _writer(self, n: fx.Node) -> tuple[Any, list[Any]]:
+    def _writer(self, n: fx.Node) -> tuple[Callable[..., object], list[nn.Module]]:
         """Return what writes a node, and what that takes first."""
         if n.op == "call_module":
             module = operator.attrgetter(str(n.target))(self.module)
@@ -144,7 +145,7 @@ class _Writer(fx.Interpreter):
             raise UnsupportedError(f"the function {name} has none")
         return FUNCTIONS[name], []
 
-    def _values(self, names: Any, example: Any, params: QParams | None) -> Any:
+    def _values(self, names: object, example: Any, params: QParams | None) -> object:
         """Return what was written as values, those of 8 bits rounded to them."""
         if isinstance(names, list):
             pairs = zip(names, example, strict=True)
@@ -156,7 +157,7 @@ class _Writer(fx.Interpreter):
         name = names if params is None else self.onnx.rounded(names, params)
         return Value(name, example, params)
 
-    def _constant(self, value: Any) -> Any:
+    def _constant(self, value: object) -> object:
         if isinstance(value, tuple | list):
             return tuple(map(self._constant, value))
         return Value(self.onnx.constant(value), value) if isinstance(value, Tensor) else value
@@ -166,7 +167,7 @@ class _Writer(fx.Interpreter):
         sizes = [fixed.get(d, f"{name}_{d}") for d in range(example.dim())]
         return Value(self.onnx.input(name, example, sizes), example)
 
-    def _outputs(self, forms: Any) -> None:
+    def _outputs(self, forms: object) -> None:
         values = [v for v in tree_leaves(forms) if isinstance(v, Value)]
         for i, value in enumerate(values):
             self.onnx.output(f"output_{i}" if len(values) > 1 else "output", value)

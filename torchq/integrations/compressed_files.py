@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from torchq.attributes.json_text import read_json
+from torchq.attributes.json_text import JsonObject, read_json
 from torchq.attributes.options import GroupSize
 from torchq.quantization.int4 import GROUP_SIZES
 from torchq.quantization.qparams import QParams
@@ -110,7 +110,7 @@ def pack_nibbles(codes: Tensor) -> Tensor:
     return (padded[:, ::2] | padded[:, 1::2] << 4).contiguous().view(torch.int32)
 
 
-def read_folder(folder: Path) -> tuple[dict[str, Any], Layers]:
+def read_folder(folder: Path) -> tuple[dict[str, object], Layers]:
     """Return what config.json says, and the quantized layers by name.
 
     Raises:
@@ -136,7 +136,7 @@ def refused(folder: Path, got: str, remedy: str = "Copy the folder anew.") -> Va
     )
 
 
-def scheme_of(facts: dict[str, Any]) -> dict[str, Any]:
+def scheme_of(facts: dict[str, object]) -> dict[str, object]:
     """Return the quantization_config of a config.json, or {}."""
     inner = facts.get("text_config")
     for place in (facts, inner if isinstance(inner, dict) else {}):
@@ -146,7 +146,7 @@ def scheme_of(facts: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> dict[str, object]:
     try:
         found = read_json(file.read_bytes())
     except (OSError, ValueError) as error:
@@ -160,7 +160,7 @@ def _line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
-def _check_scheme(folder: Path, facts: dict[str, Any]) -> None:
+def _check_scheme(folder: Path, facts: dict[str, object]) -> None:
     """Raise ValueError where the configuration says something that has no form here."""
     scheme = scheme_of(facts)
     method = scheme.get("quant_method", "none")
@@ -193,7 +193,7 @@ def _check_scheme(folder: Path, facts: dict[str, Any]) -> None:
         )
 
 
-def _has_form(group: Any) -> bool:
+def _has_form(group: object) -> bool:
     """Return whether a group of config_groups has the types that its format says."""
     if not isinstance(group, dict):
         return False
@@ -201,7 +201,7 @@ def _has_form(group: Any) -> bool:
     return all(part is None or isinstance(part, dict) for part in parts)
 
 
-def _targets_of_4_bits(scheme: dict[str, Any]) -> set[str]:
+def _targets_of_4_bits(scheme: JsonObject) -> set[str]:
     """Return the targets of a checked scheme whose weights have 4 bits; "" for all of them.
 
     Beside int8 ones, 4-bit integers of a byte with one scale a row are taken for int8 ones, unless
@@ -218,7 +218,7 @@ def _targets_of_4_bits(scheme: dict[str, Any]) -> set[str]:
     return found | ({""} if are_all else set())
 
 
-def _why_not(group: dict[str, Any], form: str) -> list[str]:
+def _why_not(group: JsonObject, form: object) -> list[str]:
     """Return what of a group has no form here."""
     problems = []
     weights, sources = group.get("weights") or {}, group.get("input_activations")
@@ -265,7 +265,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / Path(name).name for name in sorted(set(names.values()))]
 
 
-def _read_layers(folder: Path, files: Iterable[Path], scheme: dict[str, Any]) -> Layers:
+def _read_layers(folder: Path, files: Iterable[Path], scheme: dict[str, object]) -> Layers:
     """Return the quantized layers by their names in the files; their weights are only looked at."""
     shapes: dict[str, tuple[str, list[int]]] = {}
     small: dict[str, Tensor] = {}

@@ -14,6 +14,7 @@ from torch import nn
 from torchq.integrations.compressed_files import Int4Layer, Int8Layer, Layers, opened, refused
 from torchq.integrations.transformers import TorchqConfig, TorchqQuantizer, initialized
 from torchq.migrate.leaves import dynamic_leaf, float_layer, int4_leaf, static_leaf
+from torchq.nn.batch_norm import weight_of
 from torchq.nn.leaf import take_hooks
 
 try:
@@ -57,7 +58,7 @@ def load(folder: Path, facts: Mapping[str, object], layers: Layers, model_class:
     return result
 
 
-def _class_of(facts: Mapping[str, Any]) -> Any:
+def _class_of(facts: Mapping[str, object]) -> Any:
     """Return the class of models that a config.json names; AutoModel for any other name."""
     names = facts.get("architectures")
     name = names[0] if isinstance(names, list) and names else ""
@@ -90,13 +91,15 @@ class _Quantizer(TorchqQuantizer):
         self._float: dict[str, nn.Module] = {}
         self._folder = quantization_config.folder
 
-    def _decide(self, model: Any) -> dict[str, str]:
+    def _decide(self, model: transformers.PreTrainedModel) -> dict[str, str]:
         """Wait for the names; :meth:`update_weight_conversions` decides."""
         known = model._keys_to_ignore_on_load_unexpected or ()
         model._keys_to_ignore_on_load_unexpected = {*known, _SCALES}
         return {}
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+    def update_weight_conversions(
+        self, weight_conversions: list[object], model: transformers.PreTrainedModel
+    ) -> list[object]:
         """Find the layers of the files in the model, where transformers renames the weights."""
         state, problems = model.state_dict(), list[str]()
         renamings = [c for c in weight_conversions if isinstance(c, WeightRenaming)]
@@ -125,7 +128,7 @@ class _Quantizer(TorchqQuantizer):
                 self._reasons[name] = "" if name in self._layers else "float in the folder"
         return weight_conversions
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> Any:
         """Compute folded scales anew, which transformers takes for buffers that no file has."""
         files: dict[Path, Any] = {}
         for name, module in self._float.items():
@@ -143,7 +146,7 @@ class _Quantizer(TorchqQuantizer):
     def make_leaf(self, model: nn.Module, name: str) -> bool:
         """Put a leaf of the int8 weight, which transformers made float32, in the layer's place."""
         module, layer = model.get_submodule(name), self._layers[name]
-        weight: Any = module.weight
+        weight = weight_of(module)
         assert isinstance(layer, Int8Layer)
         if layer.src is None:
             leaf = dynamic_leaf(module, weight.to(torch.int8), layer.scales)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from torchq.nn.module import QModule
 from torchq.quantization.ranges import check_choice
 from torchq.serialization.graph_text import GRAPH_KEY
 
+Linear = DynamicQLinear | DynamicQLinearInt4
 _REMEDY = (
     "Quantize the float model with torchq.QConfig(dynamic=True), or add weight_bits=4 and a "
     "group_size that divides the inputs; keep other layers float with overrides."
@@ -76,7 +77,7 @@ def to_compressed_tensors(
         if not _is_of_graph(key) and not _is_within(key, own)
     }
     for name, layer in layers.items():
-        written = _int4(layer, scheme_4bit) if _is_int4(layer) else _int8(layer)
+        written = _int8(layer) if isinstance(layer, DynamicQLinear) else _int4(layer, scheme_4bit)
         bias = {} if layer.bias is None else {"bias": layer.bias}
         state |= {f"{name}.{key}": value for key, value in {**written, **bias}.items()}
     plain = copy.copy(model)  # of which transformers saves another configuration and no packing
@@ -88,7 +89,7 @@ def to_compressed_tensors(
     save(plain, Path(path), state_dict=state)
 
 
-def _layers(model: nn.Module) -> dict[str, Any]:
+def _layers(model: nn.Module) -> dict[str, Linear]:
     """Return the quantized linear layers by name; raise ValueError where one has no form.
 
     A layer that is tied to an embedding is left out: its weight is in the folder, in float.
@@ -131,7 +132,7 @@ def _is_of_graph(name: str) -> bool:
 
 def _why_not(leaf: QuantizedLeaf) -> str:
     """Return why a layer has no form in the files, or ""."""
-    layer: Any = leaf.layer
+    layer = leaf.layer
     if not isinstance(layer, DynamicQLinear | DynamicQLinearInt4):
         return f"is a {type(layer).__name__}"
     if leaf._turned:
@@ -143,10 +144,6 @@ def _why_not(leaf: QuantizedLeaf) -> str:
     if layer.in_features % layer.group_size:
         return f"has {layer.in_features} inputs in groups of {layer.group_size}"
     return ""
-
-
-def _is_int4(layer: nn.Module) -> bool:
-    return isinstance(layer, DynamicQLinearInt4)
 
 
 def _int8(layer: DynamicQLinear) -> dict[str, Tensor]:
@@ -169,13 +166,13 @@ def _int4(layer: DynamicQLinearInt4, scheme: str) -> dict[str, Tensor]:
     return found
 
 
-def _scheme(model: nn.Module, layers: Mapping[str, Any], scheme_4bit: str) -> dict[str, Any]:
+def _scheme(model: nn.Module, layers: dict[str, Linear], scheme_4bit: str) -> dict[str, object]:
     """Return the quantization_config of config.json."""
     kinds = dict[tuple[int, bool], list[str]]()
-    for name, layer in layers.items():
-        kind = (layer.group_size, layer.symmetric) if _is_int4(layer) else (0, True)
+    for name, each in layers.items():
+        kind = (0, True) if isinstance(each, DynamicQLinear) else (each.group_size, each.symmetric)
         kinds.setdefault(kind, []).append(name)
-    groups: dict[str, Any] = {}
+    groups: dict[str, dict[str, object]] = {}
     for (size, symmetric), names in kinds.items():
         only = len(kinds) == 1
         groups[f"group_{len(groups)}"] = {
@@ -216,7 +213,7 @@ def _both_names(model: nn.Module, names: Iterable[str]) -> list[str]:
     return [*found]
 
 
-def _weights(group_size: int, symmetric: bool) -> dict[str, Any]:
+def _weights(group_size: int, symmetric: bool) -> dict[str, object]:
     if not group_size:
         return {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
     form = {"num_bits": 4, "type": "int", "symmetric": symmetric}

@@ -10,7 +10,7 @@ of the packed weights (``checkpoint.py``).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -34,7 +34,8 @@ from torchq.integrations.checkpoint import (
     stored_state,
 )
 from torchq.models.conversions import refusing_conversions
-from torchq.models.inputs import without_gradients
+from torchq.models.inputs import Model, without_gradients
+from torchq.nn.batch_norm import weight_of
 from torchq.nn.embedding import QEmbedding
 from torchq.nn.leaf import Leaf, QuantizedLeaf, take_hooks, without_hooks
 from torchq.nn.packed_weights import PackedWeights
@@ -42,6 +43,9 @@ from torchq.quantization.config import QConfig
 from torchq.quantization.ranges import check_choice
 from torchq.report import reasons
 from torchq.report.rows import Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 try:
     from transformers.core_model_loading import ConversionOps, WeightRenaming, rename_source_key
@@ -164,7 +168,7 @@ class TorchqQuantizer(HfQuantizer):
                 "layers of torchq run on CPUs."
             )
 
-    def update_device_map(self, device_map: object) -> Any:
+    def update_device_map(self, device_map: object) -> object:
         """Return the CPU for maps that leave the choice, as "auto" does."""
         return {"": "cpu"} if isinstance(device_map, str) else device_map
 
@@ -180,7 +184,7 @@ class TorchqQuantizer(HfQuantizer):
             self._reasons = self._decide(model)
         return model
 
-    def _decide(self, model: Any) -> dict[str, str]:
+    def _decide(self, model: PreTrainedModel) -> dict[str, str]:
         """Return linear layers and tables by name, each with why it stays float or ""."""
         asked = self.quantization_config.modules_to_not_convert
         for pattern in asked or ():
@@ -207,12 +211,12 @@ class TorchqQuantizer(HfQuantizer):
                 found[name] = reasons.READ_WEIGHT
         return found
 
-    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: object) -> bool:
+    def param_needs_quantization(self, model: object, param_name: str, **kwargs: object) -> bool:
         """Return True for the weights of layers that become int8."""
         name, _, last = param_name.rpartition(".")
         return last == "weight" and self._reasons.get(name) == ""
 
-    def get_quantize_ops(self) -> Any:
+    def get_quantize_ops(self) -> ConversionOps:
         """Return what turns a weight into a leaf."""
         return _MakeLeaf(self)
 
@@ -235,7 +239,7 @@ class TorchqQuantizer(HfQuantizer):
         return True
 
     def update_weight_conversions(
-        self, weight_conversions: list[object], model: Any
+        self, weight_conversions: list[object], model: PreTrainedModel
     ) -> list[object]:
         """Put the leaves of a saved model in their places, where transformers renames the weights.
 
@@ -246,7 +250,7 @@ class TorchqQuantizer(HfQuantizer):
                 self._place_leaves(weight_conversions, model)
         return weight_conversions
 
-    def _place_leaves(self, weight_conversions: list[Any], model: Any) -> None:
+    def _place_leaves(self, weight_conversions: list[object], model: PreTrainedModel) -> None:
         state = model.state_dict()
         renamings = [c for c in weight_conversions if isinstance(c, WeightRenaming)]
         names: dict[str, str] = {}
@@ -261,7 +265,7 @@ class TorchqQuantizer(HfQuantizer):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: object) -> nn.Module:
         for name, reason in list(self._reasons.items()):
             if not reason and not isinstance(model.get_submodule(name), Leaf):
                 self.make_leaf(model, name)  # its bias came late, or its weight is a new one
@@ -274,7 +278,7 @@ class TorchqQuantizer(HfQuantizer):
         return refusing_conversions(without_gradients(model))
 
     def get_state_dict_and_metadata(
-        self, model: Any
+        self, model: PreTrainedModel
     ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Return the state with the names that files have, and digests for them."""
         return stored_state(model), digests_of(model)
@@ -317,21 +321,21 @@ class _MakeLeaf(ConversionOps):
     @torch.inference_mode(False)
     @torch.no_grad()
     def convert(
-        self, input_dict: dict[str, Any], *, model: Any, missing_keys: set[str], **kwargs: Any
-    ) -> dict[str, Any]:
+        self, input_dict: dict[str, object], *, model: Any, missing_keys: set[str], **kwargs: object
+    ) -> dict[str, object]:
         return {
             key: value
             for key, value in input_dict.items()
             if not self._became_leaf(model, key, value, missing_keys)
         }
 
-    def _became_leaf(self, model: Any, key: str, value: Any, missing_keys: set[str]) -> bool:
+    def _became_leaf(self, model: nn.Module, key: str, value: Any, missing_keys: set[str]) -> bool:
         name = key.rpartition(".")[0]
         if not self.quantizer.param_needs_quantization(model, key):
             return False
         module, weight = model.get_submodule(name), value[0] if isinstance(value, list) else value
         bias = getattr(module, "bias", None)
-        if module.weight.shape != weight.shape or (bias is not None and bias.is_meta):
+        if weight_of(module).shape != weight.shape or (bias is not None and bias.is_meta):
             return False  # transformers reports shapes; a late bias is waited for
         module.weight = nn.Parameter(weight, requires_grad=False)
         try:
@@ -343,11 +347,11 @@ class _MakeLeaf(ConversionOps):
         return made
 
 
-def initialized(leaf: Any) -> Any:
+def initialized(leaf: Model) -> Model:
     """Return the leaf with the mark that keeps transformers from giving it random weights."""
     for part in (*leaf.modules(), leaf.weight, leaf.bias):
         if part is not None:
-            part._is_hf_initialized = True
+            vars(part)["_is_hf_initialized"] = True
     return leaf
 
 

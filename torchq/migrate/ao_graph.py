@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._C import FunctionSchema
+from torch._ops import OpOverload, OpOverloadPacket
 
 from torchq.migrate.ao_modules import (
     STATIC,
@@ -25,19 +27,21 @@ Params = tuple[float, int, str]
 """Scale, zero point and name of the dtype of a quantized tensor."""
 
 
-def _batch_norm(src: Tensor, weight: Any, bias: Any, mean: Any, var: Any, eps: float) -> Tensor:
+def _batch_norm(
+    src: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
+) -> Tensor:
     return F.batch_norm(src, mean, var, weight, bias, eps=eps)
 
 
-def _instance_norm(src: Tensor, weight: Any, bias: Any, eps: float) -> Tensor:
+def _instance_norm(src: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     return F.instance_norm(src, weight=weight, bias=bias, eps=eps)
 
 
-def _identity(src: Tensor, *_: Any) -> Tensor:
+def _identity(src: Tensor, *_: object) -> Tensor:
     return src
 
 
-_FUNCTIONS: dict[str, Any] = {
+_FUNCTIONS: dict[str, Callable[..., object]] = {
     "add": torch.add,
     "mul": torch.mul,
     "matmul": torch.matmul,
@@ -84,7 +88,7 @@ class AoGraph:
 
     def __init__(self, model: nn.Module) -> None:
         """Read the calls of a model, as far as they can be traced."""
-        self.model: Any = model
+        self.model = model
         self.graph = _traced(model)
         self.params: dict[fx.Node, Params] = {}
         self.rounded: set[fx.Node] = set()
@@ -96,7 +100,7 @@ class AoGraph:
             if found is not None:
                 self.params[node] = found
 
-    def _value(self, arg: Any) -> Any:
+    def _value(self, arg: object) -> Any:
         """Return what an argument that is no value of the graph is."""
         if isinstance(arg, fx.Node) and arg.op == "get_attr":
             return operator.attrgetter(str(arg.target))(self.model)
@@ -119,7 +123,7 @@ class AoGraph:
             return float(scale), int(zero_point), str(dtype)
         name = str(getattr(node.target, "__name__", node.target)).rstrip("_")
         if node.op == "call_module":
-            module: Any = self.model.get_submodule(str(node.target))
+            module = self.model.get_submodule(str(node.target))
             if kind(module) == "quantized.Quantize":
                 return (*output_params(module), str(module.dtype))
             if kind(module) in STATIC and sources:
@@ -176,10 +180,10 @@ class AoGraph:
                 self._round(node, node)
         self.graph.eliminate_dead_code()
 
-    def _round(self, node: fx.Node, value: Any) -> None:
+    def _round(self, node: fx.Node, value: fx.node.Argument) -> None:
         """Give the readers of a node ``value``, rounded to the node's scale."""
         name = f"{node.name}_fake"
-        self.model.add_submodule(name, fake_quantizer(*self.params[node]))
+        self.model.add_module(name, fake_quantizer(*self.params[node]))
         with self.graph.inserting_after(node):
             made = self.graph.call_module(name, (value,))
         self._replace(node, made)
@@ -210,16 +214,16 @@ class AoGraph:
         else:
             self._replace(node, made)
 
-    def _layer(self, node: fx.Node, base: str, given: dict[str, Any]) -> fx.Node | None:
+    def _layer(self, node: fx.Node, base: str, given: dict[str, object]) -> fx.Node | None:
         """Return the call of the layer that a function of packed weights is."""
         packed = self._value(given.get("W_prepack", given.get("packed_weight")))
         kinds = {"linear": nn.Linear, "conv1d": nn.Conv1d, "conv2d": nn.Conv2d, "conv3d": nn.Conv3d}
-        cls: Any = kinds.get(base.removesuffix("_dynamic"))
+        cls = kinds.get(base.removesuffix("_dynamic"))
         if cls is None or not hasattr(packed, "unpack"):
             return None
         weight, bias = packed.unpack()
         if cls is nn.Linear:
-            layer: Any = nn.Linear(weight.size(1), weight.size(0), device="meta")
+            layer: nn.Module = nn.Linear(weight.size(1), weight.size(0), device="meta")
         else:
             if cls is nn.Conv1d and weight.dim() == 4:
                 weight = weight.squeeze(2)
@@ -230,11 +234,11 @@ class AoGraph:
         layer, name = float_layer(layer, weight.dequantize(), bias), f"{node.name}_layer"
         if base.endswith("_dynamic"):
             self.dynamic[name] = cls.__name__
-            self.model.add_submodule(
+            self.model.add_module(
                 name, dynamic_leaf(layer, weight.int_repr(), weight_scales(weight))
             )
         else:
-            self.model.add_submodule(name, fake_weight(layer, weight))
+            self.model.add_module(name, fake_weight(layer, weight))
             self.layers[name] = layer, weight
         return self.graph.call_module(name, (node.args[0],))
 
@@ -247,21 +251,18 @@ def the_only(found: Mapping[str, Collection[Params | None]]) -> dict[str, Params
 
 def _quantized_name(node: fx.Node) -> str:
     """Return the name of a call in ``torch.ops.quantized``, or ""."""
-    target: Any = node.target
-    if node.op != "call_function" or not isinstance(
-        target, torch._ops.OpOverload | torch._ops.OpOverloadPacket
-    ):
+    if not isinstance(node.target, OpOverload | OpOverloadPacket):
         return ""
     space, _, name = _schema(node).name.partition("::")
     return name if space == "quantized" else ""
 
 
-def _schema(node: fx.Node) -> Any:
+def _schema(node: fx.Node) -> FunctionSchema:
     """Return the schema of a call; the overload follows from the number of arguments."""
     target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return target._schema
-    overloads = [getattr(target, name)._schema for name in target.overloads()]
+    overloads: list[FunctionSchema] = [getattr(target, name)._schema for name in target.overloads()]
     count = len(node.args) + len(node.kwargs)
     fitting = [s for s in overloads if len(s.arguments) >= count and "out" not in s.overload_name]
     return min(fitting, key=lambda s: len(s.arguments))

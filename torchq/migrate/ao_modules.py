@@ -56,7 +56,7 @@ def kind(module: nn.Module) -> str:
     return f"{found[1]}{cls.__name__}"
 
 
-def fake_quantizer(scale: Any, zero_point: Any, dtype: object) -> FakeQuantize:
+def fake_quantizer(scale: float | Tensor, zero_point: int | Tensor, dtype: object) -> FakeQuantize:
     """Return the float meaning of quantizing a tensor with one scale.
 
     Raises:
@@ -93,7 +93,7 @@ def unquantized(module: Any) -> nn.Module:
     """Return the linear layer or convolution of torch.nn with the dequantized weight."""
     name = type(module).__name__.replace("ReLU", "")
     if name == "Linear":
-        layer: Any = nn.Linear(module.in_features, module.out_features, device="meta")
+        layer: nn.Module = nn.Linear(module.in_features, module.out_features, device="meta")
     else:
         keys = (*_SIZES, "output_padding") if "Transpose" in name else _SIZES
         layer = getattr(nn, name)(**{key: getattr(module, key) for key in keys}, device="meta")
@@ -153,9 +153,9 @@ class Functional(nn.Module):
         return x * y
 
 
-def _plain(module: Any) -> nn.Module:
+def _plain(module: nn.Module) -> nn.Module:
     """Return the module of torch.nn with the name of one of torch.ao, on the same state."""
-    base: Any = getattr(nn, type(module).__name__.replace("BNReLU", "BatchNorm"))
+    base = getattr(nn, type(module).__name__.replace("BNReLU", "BatchNorm"))
     plain: nn.Module = base.__new__(base)
     plain.__setstate__({key: copy.copy(value) for key, value in vars(module).items()})
     for name in ("scale", "zero_point", "output_scale", "output_zero_point"):
@@ -221,7 +221,7 @@ def _recurrent(module: Any) -> QModule:
 
 
 def _recurrent_layer(
-    cell: Any, weights: dict[str, Tensor], biases: dict[str, Any], suffixes: list[str]
+    cell: Any, weights: dict[str, Tensor], biases: dict[str, Tensor | None], suffixes: list[str]
 ) -> QRecurrentLayer:
     """Return one layer, of the directions that have weights with these suffixes."""
     suffixes = [suffix for suffix in suffixes if f"weight_ih{suffix}" in weights]
@@ -275,7 +275,7 @@ DYNAMIC: dict[str, Callable[[object], nn.Module]] = {
 """Modules without a scale of their own, to what they are here."""
 
 
-def output_params(module: Any) -> tuple[float, int]:
+def output_params(module: nn.Module) -> tuple[float, int]:
     """Return scale and zero point of what a static module gives."""
     prefix = "" if hasattr(module, "scale") else "output_"
     return float(getattr(module, f"{prefix}scale")), int(getattr(module, f"{prefix}zero_point"))

@@ -33,15 +33,15 @@ from torchq.report.rows import Row
 LAYERS = (*MATMUL, *RECURRENT)
 
 
-def float_layer(layer: Any, weight: Tensor, bias: Tensor | None) -> nn.Module:
+def float_layer(layer: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Module:
     """Return a layer of torch.nn with these float parameters in place of its own."""
     layer.weight = nn.Parameter(weight.detach().float().contiguous(), False)
-    layer.bias = None if bias is None else nn.Parameter(bias.detach().float(), False)
-    made: nn.Module = layer.eval()
-    return made
+    own = None if bias is None else nn.Parameter(bias.detach().float(), False)
+    layer.register_parameter("bias", own)
+    return layer.eval()
 
 
-def dynamic_leaf(layer: Any, weight: Tensor, scales: Tensor) -> QuantizedLeaf:
+def dynamic_leaf(layer: nn.Module, weight: Tensor, scales: Tensor) -> QuantizedLeaf:
     """Return the dynamic leaf of a linear layer or convolution.
 
     Args:
@@ -58,7 +58,7 @@ def dynamic_leaf(layer: Any, weight: Tensor, scales: Tensor) -> QuantizedLeaf:
 
 
 def int4_leaf(
-    layer: Any,
+    layer: nn.Module,
     weight: Tensor,
     scales: Tensor,
     zero_points: Tensor | None,

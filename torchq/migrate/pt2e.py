@@ -60,7 +60,7 @@ def from_pt2e(model: nn.Module, example_inputs: Inputs | None = None) -> nn.Modu
         )
     if example_inputs is None:
         example_inputs = _example(model)
-    copied: Any = working_copy(model, caller="from_pt2e")
+    copied = working_copy(model, caller="from_pt2e")
     pairs = _Pairs(copied)
     pairs.run()
     result: nn.Module = fx.GraphModule(copied, copied.graph).eval()
@@ -103,7 +103,7 @@ class _Pairs:
             problem = self._pair(node)
             if problem:
                 self.problems.append(f"'{node.name}': {problem}")
-        static = any(_name(node.args[0]).endswith(".default") for node in pairs)
+        static = any(_name(node.all_input_nodes[0]).endswith(".default") for node in pairs)
         if self.dynamic and static:
             self.problems.append("static values beside dynamic ones")
         if self.problems or not pairs:
@@ -115,14 +115,14 @@ class _Pairs:
             )
         self.graph.eliminate_dead_code()
 
-    def _value(self, arg: Any) -> Any:
+    def _value(self, arg: object) -> Any:
         if isinstance(arg, fx.Node) and arg.op == "get_attr":
             return operator.attrgetter(str(arg.target))(self.model)
         return arg
 
     def _pair(self, node: fx.Node) -> str:
         """Rewrite one dequantization; returns why it cannot."""
-        source: Any = node.args[0]
+        source = node.all_input_nodes[0]
         if _name(node).endswith(".tensor"):
             return self._dynamic(node, source)
         before = _name(source)
@@ -140,7 +140,7 @@ class _Pairs:
         node.replace_all_uses_with(made)
         return ""
 
-    def _fake(self, node: fx.Node, source: fx.Node, params: list[Any]) -> fx.Node:
+    def _fake(self, node: fx.Node, source: fx.node.Argument, params: list[Any]) -> fx.Node:
         """Write the call of a fake quantizer with the parameters of a call."""
         scale, zero_point, *rest = params
         axis = rest.pop(0) if "per_channel" in _name(node) else None
@@ -150,7 +150,7 @@ class _Pairs:
         with self.graph.inserting_before(node):
             return self.graph.call_module(name, (source,))
 
-    def _weight(self, node: fx.Node, weight: Tensor, params: list[Any]) -> fx.Node:
+    def _weight(self, node: fx.Node, weight: Tensor, params: list[object]) -> fx.Node:
         """Write a float weight, and its fake quantizer."""
         name = f"{node.name}_weight"
         self.weights[name] = weight
@@ -162,7 +162,7 @@ class _Pairs:
     def _dynamic(self, node: fx.Node, source: fx.Node) -> str:
         """Make dynamic layers of the linear ones that read what is quantized at run time."""
         for user in list(node.users):
-            weight: Any = user.args[1] if len(user.args) > 1 else None
+            weight = user.args[1] if len(user.args) > 1 else None
             if user.target is not torch.ops.aten.linear.default:
                 return f"{user.target} has no dynamic form in a graph"
             if not isinstance(weight, fx.Node) or not _name(weight).startswith("dequantize"):
@@ -171,7 +171,7 @@ class _Pairs:
             if int8.dtype != torch.int8 or bool(torch.as_tensor(params[1], device="cpu").any()):
                 return "the weight beside it is not int8, or has zero points"
             bias = self._value(user.args[2]) if len(user.args) > 2 else None
-            layer: Any = nn.Linear(int8.size(1), int8.size(0), device="meta")
+            layer: nn.Module = nn.Linear(int8.size(1), int8.size(0), device="meta")
             layer = float_layer(layer, _dequantized(weight, int8, params), bias)
             name = f"{user.name}_dynamic"
             self.dynamic.append(name)
@@ -184,13 +184,13 @@ class _Pairs:
         return ""
 
 
-def _dequantized(node: fx.Node, weight: Tensor, params: list[Any]) -> Tensor:
-    target: Any = node.target
-    result: Tensor = target(weight, *params)
+def _dequantized(node: fx.Node, weight: Tensor, params: list[object]) -> Tensor:
+    assert callable(node.target)
+    result: Tensor = node.target(weight, *params)
     return result
 
 
-def _name(node: Any) -> str:
+def _name(node: fx.Node) -> str:
     """Return the name of a quantization with its overload, or ""."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):

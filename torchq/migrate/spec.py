@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import Any
 
 import torch
 from torch import nn
@@ -102,7 +101,7 @@ class Spec:
         """Return whether a key is the name of a module, not a type or what is around it."""
         return name in self._configs
 
-    def _check_key(self, key: Any, config: QConfig | None) -> None:
+    def _check_key(self, key: object, config: QConfig | None) -> None:
         """Raise ValueError for a key that reaches nothing, unless it keeps something float."""
         modules = dict(self._model.named_modules(remove_duplicate=False))
         if isinstance(key, str):
@@ -125,7 +124,7 @@ class Spec:
         ]
         if config is None or any(f"{layer}.".startswith(inside) for layer in layers):
             return
-        what = f"'{key}', a {type(modules[key]).__name__}" if key in modules else key.__name__
+        what = f"'{key}', a {type(modules[key]).__name__}" if isinstance(key, str) else key.__name__
         raise _error(what, "nothing in it has a dynamic form")
 
     def _config(self, key: object, value: object) -> QConfig:

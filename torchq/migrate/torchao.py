@@ -90,7 +90,7 @@ def _is_theirs(value: object) -> bool:
     return type(value).__module__.startswith("torchao.")
 
 
-def _why_not(module: nn.Module, key: str, value: Any) -> str:
+def _why_not(module: nn.Module, key: str, value: Tensor) -> str:
     """Return why a tensor of torchao has no form here, or ""."""
     int8, scale = getattr(value, "qdata", None), getattr(value, "scale", None)
     if not isinstance(module, nn.Linear) or key != "weight":
@@ -120,12 +120,12 @@ def _kind(value: object) -> str:
     return type(value).__name__
 
 
-def _is_set(value: Any, name: str) -> bool:
+def _is_set(value: object, name: str) -> bool:
     found = getattr(value, name, None)
     return found is not None and bool(found.any())
 
 
-def _leaf(module: Any, value: Any) -> QuantizedLeaf:
+def _leaf(module: nn.Linear, value: Any) -> QuantizedLeaf:
     outputs, inputs = value.qdata.shape
     if value.scale.numel() not in (1, outputs):
         scales = value.scale.detach().reshape(outputs, -1)

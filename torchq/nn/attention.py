@@ -2,7 +2,6 @@
 """Scaled dot product attention, quantized."""
 
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch import Tensor
 from torchq.functional.attentions import score_scale
 from torchq.nn.binary import _QCombine
 from torchq.nn.float_modules import AttentionOptions
-from torchq.nn.module import QModule
+from torchq.nn.module import QModule, Spec
 from torchq.quantization.qparams import QParams
 
 
@@ -45,7 +44,7 @@ class QAttention(_QCombine):
         self.enable_gqa, self.transposed_key = options.enable_gqa, options.transposed_key
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> "QAttention":
+    def from_spec(cls, spec: Spec) -> "QAttention":
         """See the base class."""
         options = AttentionOptions(**spec["options"])
         return cls(**cls._arguments_from_spec(spec), options=options)
@@ -97,7 +96,7 @@ class DynamicQAttention(QModule):
         self.enable_gqa, self.transposed_key = options.enable_gqa, options.transposed_key
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> "DynamicQAttention":
+    def from_spec(cls, spec: Spec) -> "DynamicQAttention":
         """See the base class."""
         return cls(AttentionOptions(**spec["options"]))
 

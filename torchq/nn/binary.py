@@ -10,7 +10,7 @@ from typing_extensions import Self
 
 from torchq.functional.placeholders import OF_A_NAME, count_modules
 from torchq.nn.direct_call import DirectCall, source, sources, state
-from torchq.nn.module import QModule, dtype_name, placeholder_qparams
+from torchq.nn.module import QModule, Spec, dtype_name, placeholder_qparams
 from torchq.quantization.qparams import QParams
 from torchq.runtime.library import dtype_code
 
@@ -47,7 +47,7 @@ class _QCombine(QModule):
         )
 
     @classmethod
-    def _arguments_from_spec(cls, spec: dict[str, Any]) -> dict[str, Any]:
+    def _arguments_from_spec(cls, spec: Spec) -> dict[str, Any]:
         count_modules(len(spec["srcs"]) * OF_A_NAME)
         dst = None if spec["dst"] == "f32" else placeholder_qparams(spec["dst"], spec["dst_bits"])
         srcs = map(placeholder_qparams, spec["srcs"], spec["src_bits"])
@@ -86,7 +86,7 @@ class _QBinary(_QCombine):
         self.relu = relu
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> Self:
+    def from_spec(cls, spec: Spec) -> Self:
         """See the base class."""
         return cls(**cls._arguments_from_spec(spec), relu=spec["relu"])
 
@@ -142,7 +142,7 @@ class QCat(_QCombine):
         self.dim = dim
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> "QCat":
+    def from_spec(cls, spec: Spec) -> "QCat":
         """See the base class."""
         return cls(**cls._arguments_from_spec(spec), dim=spec["dim"])
 

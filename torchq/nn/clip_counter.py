@@ -7,7 +7,6 @@ import os
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -60,7 +59,7 @@ class Told:
         """Start without a warning."""
         self.share, self.told = share, False
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[object], tuple[float]]:
         """Let copies start anew."""
         return Told, (self.share,)
 
@@ -92,7 +91,7 @@ class ClipCounter:
         self.low = self.high = 0.0
         self.seen_low, self.seen_high = np.inf, -np.inf
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[object], tuple[object, ...]]:
         """Let copies start anew."""
         return ClipCounter, (self.name, self.checks, self.model)
 

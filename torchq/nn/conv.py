@@ -2,7 +2,7 @@
 """Quantized convolutions."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,11 @@ from torchq.functional.depthwise import join_at_dw_conv
 from torchq.functional.packing import PackedWeight
 from torchq.nn.direct_call import NONE, DirectCall, state
 from torchq.nn.layer import DESTINATION, SOURCE, QLayer, sources_of
+from torchq.nn.module import Spec
 from torchq.nn.weight import QuantizedWeight, packed_weight
 from torchq.quantization.qparams import QParams
 
+FloatConv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _conv = torch.ops.torchq.conv  # looking it up would cost 0.2 us a call
 
 
@@ -154,7 +156,7 @@ class QConv(QLayer):
     @classmethod
     def from_float(
         cls,
-        module: nn.Conv1d | nn.Conv2d | nn.Conv3d,
+        module: FloatConv,
         src: QParams,
         dst: QParams | None = None,
         *,
@@ -226,7 +228,7 @@ class QConv(QLayer):
         )
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> Self:
+    def from_spec(cls, spec: Spec) -> Self:
         """See the base class."""
         dims, g = len(spec["dilation"]), spec["geometry"]
         parts = [g[i * dims : (i + 1) * dims] for i in range(1, 4)]
@@ -273,7 +275,7 @@ class QConv(QLayer):
         return dst.contiguous() if self.contiguous else dst
 
 
-def paddings(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> tuple[list[int], list[int]]:
+def paddings(module: FloatConv) -> tuple[list[int], list[int]]:
     """Return the padding before and after, per dimension; "same" may differ by one."""
     if module.padding == "valid":
         zeros = [0] * len(module.kernel_size)

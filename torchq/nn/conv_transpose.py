@@ -2,7 +2,7 @@
 """Quantized transposed convolutions."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torchq.functional.arguments import conv_transpose_geometry
 from torchq.functional.packing import PackedWeight
 from torchq.nn.direct_call import DirectCall, state
 from torchq.nn.layer import DESTINATION, SOURCE, QLayer, sources_of
+from torchq.nn.module import Spec
 from torchq.nn.weight import QuantizedWeight, packed_weight
 from torchq.quantization.qparams import QParams
 
@@ -142,7 +143,7 @@ class QConvTranspose(QLayer):
         )
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> Self:
+    def from_spec(cls, spec: Spec) -> Self:
         """See the base class."""
         dims, g = len(spec["dilation"]), spec["geometry"]
         return cls(

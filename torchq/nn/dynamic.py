@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fully connected layer whose source is quantized by the range it has in each call."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +9,7 @@ from torchq.functional.conversions import quantize_weight
 from torchq.functional.linears import RANGES, check_dynamic_weight
 from torchq.functional.packing import PackedWeight, empty_packed, pack_linear
 from torchq.functional.placeholders import placeholder
+from torchq.nn.module import Spec
 from torchq.nn.row_quantized import RowQuantizedLinear
 from torchq.nn.weight import QuantizedWeight, packed_weight
 from torchq.quantization.ranges import check_choice
@@ -106,7 +105,7 @@ class DynamicQLinear(RowQuantizedLinear):
         return cls(packed, scale, module.bias, src_range)
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> "DynamicQLinear":
+    def from_spec(cls, spec: Spec) -> "DynamicQLinear":
         """See the base class."""
         outputs, inputs = spec["weight"]
         bias = placeholder(outputs) if spec["bias"] else None

@@ -2,10 +2,10 @@
 """Convolutions whose source is quantized by the range that each sample has in each call."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Self
 
 from torchq.attributes.options import Granularity
@@ -13,8 +13,8 @@ from torchq.functional.arguments import conv_geometry
 from torchq.functional.linears import check_signed
 from torchq.functional.packing import PackedWeight, empty_packed, pack_conv
 from torchq.functional.placeholders import placeholder
-from torchq.nn.conv import paddings
-from torchq.nn.module import QModule
+from torchq.nn.conv import FloatConv, paddings
+from torchq.nn.module import QModule, Spec
 from torchq.nn.weight import QuantizedWeight, packed_weight
 
 
@@ -94,7 +94,7 @@ class DynamicQConv(QModule):
     @classmethod
     def from_float(
         cls,
-        module: nn.Conv1d | nn.Conv2d | nn.Conv3d,
+        module: FloatConv,
         *,
         granularity: Granularity = "per_channel",
         bits: int = 8,
@@ -122,18 +122,18 @@ class DynamicQConv(QModule):
         return cls._of(module, made.packed, made.scale)
 
     @classmethod
-    def from_int8(cls, module: Any, weight: Tensor, weight_scale: Tensor) -> Self:
+    def from_int8(cls, module: FloatConv, weight: Tensor, weight_scale: Tensor) -> Self:
         """Take the weight as int8, and all else from a float layer, which pads with zeros."""
         return cls._of(module, pack_conv(weight, module.groups, module.dilation), weight_scale)
 
     @classmethod
-    def _of(cls, module: Any, packed: PackedWeight, weight_scale: Tensor) -> Self:
+    def _of(cls, module: FloatConv, packed: PackedWeight, weight_scale: Tensor) -> Self:
         begin, end = paddings(module)
         sides = {"stride": module.stride, "padding": begin, "padding_end": end}
         return cls(packed, weight_scale, module.bias, **sides)
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> Self:
+    def from_spec(cls, spec: Spec) -> Self:
         """See the base class."""
         packed = empty_packed(spec["weight"], groups=spec["groups"], dilation=spec["dilation"])
         bias = placeholder(packed.channels) if spec["bias"] else None

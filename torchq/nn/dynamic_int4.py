@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fully connected layer with 4-bit weights, whose source is quantized row by row in each call."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +14,7 @@ from torchq.functional.int4 import (
     quantize_weight_int4,
 )
 from torchq.functional.placeholders import placeholder
+from torchq.nn.module import Spec
 from torchq.nn.row_quantized import RowQuantizedLinear
 from torchq.quantization.int4 import int4_codes
 from torchq.quantization.recipes.linear import Recipe
@@ -99,7 +98,7 @@ class DynamicQLinearInt4(RowQuantizedLinear):
         return cls(packed, recipe.bias, recipe.src_factor, recipe.note)
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> "DynamicQLinearInt4":
+    def from_spec(cls, spec: Spec) -> "DynamicQLinearInt4":
         """See the base class."""
         outputs, inputs = spec["weight"]
         bias = placeholder(outputs) if spec["bias"] else None

@@ -17,7 +17,7 @@ from torchq.functional.embeddings import (
 )
 from torchq.functional.placeholders import placeholder
 from torchq.nn.leaf import Leaf
-from torchq.nn.module import QModule
+from torchq.nn.module import QModule, Spec
 
 
 class _Embedding(Leaf, QModule):
@@ -50,7 +50,7 @@ class _Embedding(Leaf, QModule):
         vars(self)["_fixed"] = {name: vars(self)[name] for name in fixed}
 
     @classmethod
-    def _placeholder(cls, spec: dict[str, Any]) -> PackedEmbedding:
+    def _placeholder(cls, spec: Spec) -> PackedEmbedding:
         rows, dim = spec["weight"]
         size = code_bytes(dim, spec["bits"]) + (4 if spec["scales"] == "f16" else 8)
         return PackedEmbedding(placeholder(rows, size, dtype=torch.uint8), dim, spec["bits"])
@@ -134,7 +134,7 @@ class QEmbedding(_Embedding):
         return cls(_packed(module, bits, scale_dtype), module.padding_idx, _result(module))
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> Self:
+    def from_spec(cls, spec: Spec) -> Self:
         """See the base class."""
         return cls(cls._placeholder(spec), spec["padding"], _dtype_of(spec))
 
@@ -195,7 +195,7 @@ class QEmbeddingBag(_Embedding):
         return cls(packed, mode, last, module.padding_idx, _result(module))
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> Self:
+    def from_spec(cls, spec: Spec) -> Self:
         """See the base class."""
         mode, last = spec["mode"], spec["include_last_offset"]
         dtype = _dtype_of(spec)
@@ -222,7 +222,7 @@ class QEmbeddingBag(_Embedding):
         return dst.to(self._dtype)
 
 
-def _dtype_of(spec: dict[str, Any]) -> torch.dtype:
+def _dtype_of(spec: Spec) -> torch.dtype:
     return torch.bfloat16 if spec.get("dtype") == "bf16" else torch.float32
 
 

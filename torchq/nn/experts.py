@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchq.functional.placeholders import OF_A_NAME, count_modules
 from torchq.nn.float_modules import expert_weights
-from torchq.nn.module import QModule
+from torchq.nn.module import QModule, Spec
 
 
 class QExperts(QModule):
@@ -35,22 +35,22 @@ class QExperts(QModule):
         self._gate = [gate]  # in a list: no submodule
 
     @classmethod
-    def from_float(cls, module: Any, quantize: Callable[[nn.Linear], QModule]) -> QExperts:
+    def from_float(cls, module: nn.Module, quantize: Callable[[nn.Linear], QModule]) -> QExperts:
         """Return the experts of a module for which :func:`is_experts` holds.
 
         ``quantize`` makes the dynamic form of a float linear layer.
         """
         layers: list[list[nn.Module]] = []
         for name in expert_weights(module):
-            weight: Any = getattr(module, name)
-            bias: Any = getattr(module, f"{name}_bias", None)
+            weight = getattr(module, name)
+            biases = getattr(module, f"{name}_bias", None) if module.has_bias else None
             made: list[nn.Module] = []
             for i in range(weight.shape[0]):
-                linear: Any = nn.Linear(1, 1, device="meta")
+                linear = nn.Linear(1, 1, device="meta")
                 own = weight[i].detach().t() if module.is_transposed else weight[i].detach()
                 linear.weight = nn.Parameter(own.contiguous(), False)
-                given = bias is not None and module.has_bias
-                linear.bias = nn.Parameter(bias[i].detach(), False) if given else None
+                bias = None if biases is None else nn.Parameter(biases[i].detach(), False)
+                linear.register_parameter("bias", bias)
                 linear.out_features, linear.in_features = own.shape
                 made.append(quantize(linear))
             layers.append(made)
@@ -59,7 +59,7 @@ class QExperts(QModule):
         return experts
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> QExperts:
+    def from_spec(cls, spec: Spec) -> QExperts:
         """Return experts whose layers have specs of their own; :meth:`adopt` comes next."""
         count = spec["experts"]
         count_modules(count * 2 * OF_A_NAME)

@@ -39,7 +39,7 @@ class Fixed:
 
 def is_fake(module: nn.Module) -> bool:
     """Return whether a module rounds to levels: torchq's, and torch.ao's or torchao's in use."""
-    if isinstance(module, FakeQuantize) or _is_torchao(module):
+    if isinstance(module, FakeQuantize) or _torchao_config(module) is not None:
         return True
     enabled = getattr(module, "fake_quant_enabled", None)
     if enabled is None or not hasattr(module, "scale"):
@@ -51,31 +51,29 @@ def fake_quantizer(module: nn.Module) -> FakeQuantize | str:
     """Return what a module for which :func:`is_fake` holds computes, or why there is none."""
     if isinstance(module, FakeQuantize):
         return module
-    if not _is_torchao(module):
+    if (config := _torchao_config(module)) is None:
         return FakeQuantize.from_torch(module)
-    config: Any = module.config
     low, high = _LEVELS.get(str(config.dtype).rpartition(".")[2], (0, 0))
     if type(config.granularity).__name__ != "PerAxis" or high == 0:
         return reasons.FAKE_FORM.format(dtype=config.dtype, granularity=config.granularity)
-    scale: Any = module.scale
-    zero_point: Any = module.zero_point
+    scale, zero_point = (getattr(module, name) for name in ("scale", "zero_point"))
     return FakeQuantize.from_affine(scale, zero_point, low, high, 0)
 
 
 def is_per_token(module: object) -> bool:
     """Return whether it takes int8 levels of each row from the row, as dynamic layers do."""
-    if not isinstance(module, nn.Module) or not _is_torchao(module):
+    if (config := _torchao_config(module)) is None:
         return False
-    config: Any = module.config
     rows = type(config.granularity).__name__ == "PerToken" and config.is_dynamic
     return rows and config.dtype is torch.int8
 
 
-def _is_torchao(module: nn.Module) -> bool:
-    """Return whether it is a fake quantizer of torchao to integers, and switched on."""
+def _torchao_config(module: object) -> Any:
+    """Return the config of a fake quantizer of torchao to integers that is switched on, or None."""
     known = any(cls.__name__ == "FakeQuantizerBase" for cls in type(module).__mro__)
     config = getattr(module, "config", None)
-    return known and hasattr(config, "granularity") and bool(getattr(module, "enabled", True))
+    known = known and hasattr(config, "granularity") and bool(getattr(module, "enabled", True))
+    return config if known else None
 
 
 def is_watcher(module: nn.Module) -> bool:

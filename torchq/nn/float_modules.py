@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -116,6 +115,6 @@ def is_experts(module: nn.Module) -> bool:
     return stacked and not getattr(module, "has_post_expert_norm", False)
 
 
-def expert_weights(module: Any) -> tuple[str, str]:
+def expert_weights(module: nn.Module) -> tuple[str, str]:
     """Return the names of the weights of experts, in the order of their use."""
     return ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"

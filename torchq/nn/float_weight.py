@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_map_only
 
 
-def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[object]:
+def written(
+    func: OpOverload[..., object], args: Sequence[object], kwargs: Mapping[str, object]
+) -> Iterator[object]:
     """Yield the tensors that a call of an operator writes to."""
     for i, expected in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
         given = args[i] if i < len(args) else kwargs.get(expected.name)
@@ -50,10 +53,10 @@ class FloatWeight(Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
-        func: Any,
+        func: OpOverload[..., object],
         types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> object:
         """Run an operator on the values."""
         kwargs = kwargs or {}
@@ -63,7 +66,7 @@ class FloatWeight(Tensor):
         args, kwargs = tree_map_only(FloatWeight, lambda weight: weight._values(), (args, kwargs))
         return func(*args, **kwargs)
 
-    def _refuse(self, *args: Any) -> NoReturn:
+    def _refuse(self, *args: object) -> NoReturn:
         """Raise RuntimeError: of everything that writes."""
         raise RuntimeError(
             f"torchq.nn: {self._label} of a quantized layer must not be written to, got an "
@@ -94,22 +97,21 @@ class FloatWeight(Tensor):
         """Return the values as numbers."""
         return self._values().tolist()
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+    def __array__(self, *args: object, **kwargs: object) -> object:
         """Return the values as an array."""
         return self._values().__array__(*args, **kwargs)
 
-    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **kwargs: object) -> str:  # type: ignore[override]
         """Print the values."""
         return repr(self._parameter())
 
     def _parameter(self) -> nn.Parameter:
         return nn.Parameter(self._values().clone(), False)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
         """Return a parameter with the values, as pickling does."""
-        result: nn.Parameter = memo.setdefault(id(self), self._parameter())
-        return result
+        return memo.setdefault(id(self), self._parameter())
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Pickle as a parameter with the values."""
         return self._parameter().__reduce_ex__(protocol)

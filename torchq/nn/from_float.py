@@ -62,7 +62,7 @@ def matmul_from_float(
         pack: returns the quantized weight.
     """
     quantized = pack(module, config.weight_granularity, config.int8_bits, weight_scale)
-    options: dict[str, Any] = {"post_ops": post_ops, "quantized": quantized}
+    options: dict[str, object] = {"post_ops": post_ops, "quantized": quantized}
     if not isinstance(module, nn.Linear):
         options["contiguous"] = contiguous
     if pad is not None:  # not in front of linear layers and transposed convolutions
@@ -100,14 +100,11 @@ def dynamic_from_float(
     if group_size is not None:
         assert isinstance(module, nn.Linear)
         return DynamicQLinearInt4.from_float(module, group_size=group_size, recipe=recipe)
-    cls = quantized_class(module, "DynamicQ")
-    bits, result = config.int8_bits, None
     if recipe is not None:
-        result = cls.from_float(module, bits=bits, recipe=recipe)
+        own: dict[str, object] = {"bits": config.int8_bits, "recipe": recipe}
     else:
-        quantized = pack(module, config.weight_granularity, bits, weight_scale)
-        result = cls.from_float(module, quantized=quantized)
-    assert isinstance(result, QModule)
+        own = {"quantized": pack(module, config.weight_granularity, config.int8_bits, weight_scale)}
+    result: QModule = quantized_class(module, "DynamicQ").from_float(module, **own)
     return result
 
 

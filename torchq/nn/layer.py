@@ -16,12 +16,7 @@ from torchq.functional.folding import fold
 from torchq.functional.packing import PackedWeight, empty_packed
 from torchq.functional.placeholders import are_limited, placeholder, take
 from torchq.nn.direct_call import NONE, OTHERS, source, state
-from torchq.nn.module import (
-    QModule,
-    dtype_from_name,
-    dtype_name,
-    placeholder_qparams,
-)
+from torchq.nn.module import QModule, Spec, dtype_from_name, dtype_name, placeholder_qparams
 from torchq.nn.quantize import QLookup
 from torchq.quantization.qparams import QParams
 from torchq.runtime.library import dtype_code
@@ -57,7 +52,7 @@ def with_destination_range(post_ops: PostOps, dst: QParams | None) -> PostOps:
     return post_ops_of(ops).append_eltwise("clip", low, high)
 
 
-def _placeholder_weight(spec: dict[str, Any]) -> PackedWeight:
+def _placeholder_weight(spec: Spec) -> PackedWeight:
     """Memory for a weight that is packed as the spec says."""
     shape, groups, stride = spec["weight"], spec["groups"], spec.get("stride", ())
     if stride:
@@ -224,7 +219,7 @@ class QLayer(QModule):
         self.lookup = lookup
         return self
 
-    def _is_source_of(self, reader: Any) -> bool:
+    def _is_source_of(self, reader: QModule) -> bool:
         """Return whether a module takes this one's destination as it is."""
         same = self.dst_dtype == reader.src_dtype
         same = same and torch.equal(self.dst_scale, reader.src_scale)
@@ -319,7 +314,7 @@ class QLayer(QModule):
         self.post_ops = folded.post_ops  # with one scale per channel, a relu became a clip
 
     @classmethod
-    def _arguments_from_spec(cls, spec: dict[str, Any]) -> dict[str, Any]:
+    def _arguments_from_spec(cls, spec: Spec) -> dict[str, Any]:
         """Return constructor arguments with the right shapes and arbitrary values."""
         packed = _placeholder_weight(spec)
         # Bits of dst are in the chain already: the clip at its end.

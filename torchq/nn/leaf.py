@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch._C import _get_tracing_state
 from torch._jit_internal import is_scripting
 from torch.compiler import is_compiling
+from torch.nn.modules.conv import _ConvNd
 
 from torchq.attributes.arguments import kind_text
 from torchq.nn.float_weight import FloatWeight
-from torchq.nn.module import QModule, as_source
+from torchq.nn.module import QModule, Spec, as_source
 from torchq.nn.quantize import Quantize
 from torchq.quantization.qparams import QParams
 
@@ -30,13 +31,13 @@ _LEAF = "torchq_leaf"
 """Name of the attribute of an error that holds the leaf whose layer raised it."""
 
 
-def constants_of(module: nn.Module) -> dict[str, Any]:
+def constants_of(module: nn.Module) -> dict[str, object]:
     """Return a float layer's public plain attributes by name: ``in_features`` and the like.
 
     A class that is not of torch.nn may have some of its own. Of a layer that stands for a module
     (``convert/swap/leaves.py``) they are that module's.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     if "_own_constants" in vars(module):
         return dict(vars(module)["_own_constants"])
     for cls in reversed(type(module).__mro__):
@@ -50,7 +51,7 @@ def constants_of(module: nn.Module) -> dict[str, Any]:
     return {k: v for k, v in found.items() if k[0] != "_" and k not in ours and _is_plain(v)}
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return type(value) in (int, float, bool, str, type(None))
@@ -95,7 +96,7 @@ class _Read:
         self.weight: FloatWeight | None = None
         self.bias: FloatWeight | None = None
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[object], tuple[()]]:
         return _Read, ()
 
 
@@ -121,7 +122,7 @@ class Leaf(nn.Module):
             )
         super().__setattr__(name, value)
 
-    def _fix(self, constants: dict[str, Any]) -> None:
+    def _fix(self, constants: dict[str, object]) -> None:
         """To be called last: what the leaf has itself is not replaced."""
         own = vars(self).keys() | self._modules.keys()
         fixed = {name: value for name, value in constants.items() if name not in own}
@@ -213,8 +214,8 @@ class QuantizedLeaf(Leaf, QModule):
     def __init__(
         self,
         layer: nn.Module,
-        constants: dict[str, Any],
-        weight: dict[str, Any],
+        constants: dict[str, object],
+        weight: Spec,
         pad: Sequence[int] = (),
         mode: str = "",
     ) -> None:
@@ -274,7 +275,7 @@ class QuantizedLeaf(Leaf, QModule):
         return made
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> "QuantizedLeaf":
+    def from_spec(cls, spec: Spec) -> "QuantizedLeaf":
         """Return a leaf without its layer, which has a spec of its own."""
         return cls(nn.Identity(), spec["constants"], spec["weight"], spec["pad"], spec["mode"])
 
@@ -401,12 +402,11 @@ def failing_leaf(error: Exception) -> QuantizedLeaf | None:
 
 def without_padding(module: nn.Module) -> nn.Module:
     """Return the float layer without a padding of other values than zeros, which a leaf does."""
-    if getattr(module, "padding_mode", "zeros") == "zeros":
+    if not isinstance(module, _ConvNd) or module.padding_mode == "zeros":
         return module
-    result: Any = copy.copy(module)
-    result.padding, result.padding_mode = (0,) * len(result.kernel_size), "zeros"
-    made: nn.Module = result
-    return made
+    plain = copy.copy(module)
+    plain.padding, plain.padding_mode = (0,) * len(plain.kernel_size), "zeros"
+    return plain
 
 
 def _hashable(value: object) -> object:

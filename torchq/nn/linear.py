@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized fully connected layer."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
@@ -12,6 +10,7 @@ from torchq.attributes.post_ops import PostOps
 from torchq.functional.packing import PackedWeight
 from torchq.nn.direct_call import NONE, DirectCall, state
 from torchq.nn.layer import DESTINATION, SOURCE, QLayer, sources_of
+from torchq.nn.module import Spec
 from torchq.nn.weight import QuantizedWeight, packed_weight
 from torchq.quantization.qparams import QParams
 
@@ -94,7 +93,7 @@ class QLinear(QLayer):
         return cls(packed, scale, module.bias, src, dst, post_ops, zero_point)
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> "QLinear":
+    def from_spec(cls, spec: Spec) -> "QLinear":
         """See the base class."""
         return cls(**cls._arguments_from_spec(spec)).with_recipe(spec.get("recipe", ""))
 

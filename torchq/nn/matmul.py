@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized matrix product of two activations, as attention has it."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -10,6 +8,7 @@ from torchq.attributes.post_op import Binary, Eltwise, PReLU, Sum
 from torchq.attributes.post_ops import PostOps
 from torchq.nn.binary import _QCombine
 from torchq.nn.layer import sources_of
+from torchq.nn.module import Spec
 from torchq.quantization.qparams import QParams
 
 
@@ -65,7 +64,7 @@ class QMatMul(_QCombine):
         self.refold()
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> "QMatMul":
+    def from_spec(cls, spec: Spec) -> "QMatMul":
         """See the base class."""
         return cls(**cls._arguments_from_spec(spec), post_ops=PostOps.parse(spec["post_ops"]))
 

@@ -23,6 +23,9 @@ from torchq.runtime.library import dtype_code
 LAYOUT_VERSION = 1
 """Of the packed weights and the spec; a state of another version does not load."""
 
+Spec = dict[str, Any]
+"""What describes a module in JSON: its class, and what :meth:`QModule.from_spec` builds it of."""
+
 _UNCHANGED = (
     "Nothing of the quantized model was changed, but what a float module around it has in front of "
     "it may be."
@@ -91,7 +94,7 @@ class QModule(nn.Module):
     src_scale: Tensor
     src_zero_point: Tensor
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         """Register the subclass; ``_direct`` holds for the forward of its own class only."""
         super().__init_subclass__(**kwargs)
         own = vars(next(base for base in cls.__mro__ if "forward" in vars(base)))
@@ -117,7 +120,7 @@ class QModule(nn.Module):
         text = list(self._spec_text.encode())
         self.register_buffer("spec", torch.tensor(text, dtype=torch.uint8, device="cpu"))
 
-    def read_spec(self) -> dict[str, Any]:
+    def read_spec(self) -> Spec:
         """Return the spec as a dict."""
         return dict(json.loads(self._spec_text))
 
@@ -133,7 +136,7 @@ class QModule(nn.Module):
         return ""
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> "QModule":
+    def from_spec(cls, spec: Spec) -> "QModule":
         """Return a module of this spec whose tensors are still to be loaded."""
         raise NotImplementedError(f"torchq.nn.{cls.__name__}: from_spec is not supported.")
 
@@ -183,7 +186,7 @@ class QModule(nn.Module):
         vars(copied).update(empty, **copy.deepcopy(rest, memo))
         return copied
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         """Unpickle.
 
         Raises:
@@ -204,16 +207,17 @@ class QModule(nn.Module):
                 self._buffers[name] = own.clone()
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+        self, state_dict: dict[str, object], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         text = self._spec_text
         if not self._holds(state_dict, prefix):
             self._check_dtypes(state_dict, prefix)
             # with assign=True, torch would register parameters in place of buffers
             state_dict = {key: _no_parameter(value) for key, value in state_dict.items()}
-            text = self._checked_spec(state_dict.get(prefix + "spec"), prefix)
-            if text != self._spec_text:  # maybe of another length
-                self.spec = torch.empty_like(state_dict[prefix + "spec"])
+            spec = state_dict.get(prefix + "spec")
+            text = self._checked_spec(spec, prefix)
+            if isinstance(spec, Tensor) and text != self._spec_text:  # maybe of another length
+                self.spec = torch.empty_like(spec)
             super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         error_msgs: list[str] = args[-1] if args else kwargs["error_msgs"]
         if not error_msgs:
@@ -223,7 +227,7 @@ class QModule(nn.Module):
             self._check_packed(prefix.rstrip("."))
             self.refold()
 
-    def _holds(self, state_dict: dict[str, Any], prefix: str) -> bool:
+    def _holds(self, state_dict: dict[str, object], prefix: str) -> bool:
         """Return whether a state is the module's own tensors and nothing else.
 
         Then loading them again changes nothing, which takes torch 1 ms.
@@ -239,15 +243,15 @@ class QModule(nn.Module):
             and not self._load_state_dict_pre_hooks
         )
 
-    def _check_dtypes(self, state_dict: dict[str, Any], prefix: str) -> None:
+    def _check_dtypes(self, state_dict: dict[str, object], prefix: str) -> None:
         """Raise RuntimeError for anything but dense tensors of the module's dtypes."""
         for name, own in self._buffers.items():
             given = state_dict.get(prefix + name)
             if own is None or given is None:
                 continue
-            got = f"{given.dtype}" if isinstance(given, Tensor) else kind_text(given)
+            got = given.dtype if isinstance(given, Tensor) else kind_text(given)
             dense = isinstance(given, Tensor) and given.layout is torch.strided
-            if not dense or given.dtype != own.dtype:
+            if not dense or got != own.dtype:
                 raise RuntimeError(
                     f"torchq.nn.{type(self).__name__}: '{prefix}{name}' of the state must be a "
                     f"dense tensor of {own.dtype}, got {got}. Is it of the float model, or was it "
@@ -255,13 +259,13 @@ class QModule(nn.Module):
                     "model returned."
                 )
 
-    def _checked_spec(self, given: Tensor | None, prefix: str) -> str:
+    def _checked_spec(self, given: object, prefix: str) -> str:
         """Return the text of a state's spec, or the module's own without one.
 
         Raises:
             RuntimeError: they differ in more than what calibration chose.
         """
-        if given is None or given.is_meta:
+        if not isinstance(given, Tensor) or given.is_meta:
             return self._spec_text
         text = text_bytes(given).decode("ascii", errors="replace")
         if text == self._spec_text or _uncalibrated(text) == _uncalibrated(self._spec_text):
@@ -377,7 +381,7 @@ class QModule(nn.Module):
         return quantize_boundary(src, scale, zero_point, code, low, high)
 
 
-def _no_parameter(value: Any) -> Any:
+def _no_parameter(value: object) -> object:
     return value.detach() if type(value) is nn.Parameter else value
 
 
@@ -387,7 +391,7 @@ def text_bytes(text: Tensor) -> bytes:
     return bytes(flat.numpy().data)
 
 
-def read_spec(spec: Tensor) -> dict[str, Any]:
+def read_spec(spec: Tensor) -> Spec:
     """Parse a ``spec`` buffer.
 
     Raises:

@@ -2,7 +2,6 @@
 """nn.MultiheadAttention whose projections are layers of their own, which can become int8."""
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +22,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
     @classmethod
     def of(cls, module: nn.MultiheadAttention) -> "SplitMultiheadAttention":
         """Return a module on the same parameters, with the hooks of ``module``."""
-        own: dict[str, Any] = dict(vars(module))
+        own = dict(vars(module))
         for name in ("_parameters", "_modules"):
             own[name] = own[name].copy()
         split = cls.__new__(cls)

@@ -2,7 +2,6 @@
 """Softmax and normalizations on quantized tensors."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +9,7 @@ from typing_extensions import Self
 
 from torchq.attributes.post_ops import PostOps
 from torchq.functional.placeholders import placeholder
-from torchq.nn.module import QModule, dtype_name, placeholder_qparams
+from torchq.nn.module import QModule, Spec, dtype_name, placeholder_qparams
 from torchq.quantization.qparams import QParams
 from torchq.runtime.library import dtype_code
 
@@ -56,7 +55,7 @@ class _QNorm(QModule):
         )
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> Self:
+    def from_spec(cls, spec: Spec) -> Self:
         """See the base class."""
         dst = None if spec["dst"] == "f32" else placeholder_qparams(spec["dst"], spec["dst_bits"])
         src = placeholder_qparams(spec["src"], spec["src_bits"])

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks packed weights while ``torch.jit.load`` reads them."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -68,10 +66,9 @@ def with_proof(graph: nn.Module) -> nn.Module:
         if isinstance(module, QModule)
         for weight in module._packed_weights().values()
     ]
-    scriptable: Any = object.__new__(type(graph))  # GraphModule's own makes another class
+    scriptable = object.__new__(type(graph))  # GraphModule's own makes another class
     vars(scriptable).update(vars(graph), _modules=dict(graph._modules))
     if weights:
         packed = [(w.weight, w.compensation, w.pair_bound, w.geometry) for w in weights]
         scriptable._modules["torchq_proof"] = PackedProof(packed)
-    result: nn.Module = scriptable
-    return result
+    return scriptable

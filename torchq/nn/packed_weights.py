@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from torchq.attributes.options import Granularity
 from torchq.nn.batch_norm import TRANSPOSED
 from torchq.nn.from_float import Pack, dynamic_from_float
 from torchq.nn.module import QModule
@@ -18,6 +20,8 @@ from torchq.nn.weight import QuantizedWeight, packed_weight
 from torchq.quantization.config import QConfig
 from torchq.quantization.recipes.equalization import with_source_factors
 from torchq.quantization.recipes.sample import SourceSample
+
+Made = TypeVar("Made", QuantizedWeight, QModule)
 
 
 @dataclass
@@ -30,7 +34,7 @@ class _Form:
         made: a QuantizedWeight, or the dynamic module that has the integers.
     """
 
-    key: tuple[Any, ...]
+    key: tuple[object, ...]
     why: str
     made: Any
 
@@ -75,8 +79,8 @@ class PackedWeights:
         name: str,
         factors: Tensor | None,
         plain: nn.Module | None,
-        module: Any,
-        granularity: Any,
+        module: nn.Module,
+        granularity: Granularity,
         bits: int,
         scale: Tensor | None = None,
     ) -> QuantizedWeight:
@@ -92,8 +96,7 @@ class PackedWeights:
             return packed_weight(of, granularity, bits, scale)
 
         weight = (plain or module).get_parameter("weight")
-        made: QuantizedWeight = self._form(name, weight, key, why, make)
-        return made
+        return self._form(name, weight, key, why, make)
 
     def dynamic(
         self,
@@ -115,17 +118,19 @@ class PackedWeights:
         grid = config.weight_granularity, config.weight_bits, config.group_size, config.recipe
         key = (*grid, scale, recipe, linear.bias)
         why = "a sample of its source chose their rounding"
-        made: QModule = self._form(name, linear.weight, key, why, make)
+        made = self._form(name, linear.weight, key, why, make)
         return copy.deepcopy(made, {id(t): t for t in made.buffers()})
 
-    def _form(self, name: str, weight: Tensor, key: tuple[Any, ...], why: str, make: Any) -> Any:
+    def _form(
+        self, name: str, weight: Tensor, key: tuple[object, ...], why: str, make: Callable[[], Made]
+    ) -> Made:
         """Return the form of a weight with this key, made where it is new."""
         known = self._of(name, weight.detach())
-        for form in known.forms:
-            if len(form.key) == len(key) and all(map(_equal, form.key, key)):
-                return form.made
-        known.forms.append(_Form(key, why, make()))
-        return known.forms[-1].made
+        same = (f for f in known.forms if len(f.key) == len(key) and all(map(_equal, f.key, key)))
+        if (form := next(same, None)) is None:
+            known.forms.append(form := _Form(key, why, make()))
+        made: Made = form.made
+        return made
 
     def _of(self, name: str, weight: Tensor) -> _Float:
         """Return what is known of a float weight, from now on by this name, too."""
@@ -147,7 +152,7 @@ class PackedWeights:
         return ""
 
 
-def _equal(a: Any, b: object) -> bool:
+def _equal(a: object, b: object) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
     return a is b or (type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b))

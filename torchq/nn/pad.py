@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Zeros around quantized tensors."""
 
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Self
 
-from torchq.nn.module import QModule, dtype_name, placeholder_qparams
+from torchq.nn.module import QModule, Spec, dtype_name, placeholder_qparams
 from torchq.quantization.qparams import QParams
 
 
@@ -31,7 +29,7 @@ class QPad(QModule):
         self.refold()
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> Self:
+    def from_spec(cls, spec: Spec) -> Self:
         """See the base class."""
         return cls(placeholder_qparams(spec["src"], spec["src_bits"]))
 

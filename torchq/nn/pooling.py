@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from torchq.functional.arguments import Ints, conv_geometry, spread
 from torchq.nn.direct_call import NONE, DirectCall, source, state
-from torchq.nn.module import QModule, dtype_name, placeholder_qparams
+from torchq.nn.module import QModule, Spec, dtype_name, placeholder_qparams
 from torchq.quantization.qparams import QParams
 from torchq.runtime.library import dtype_code
 
@@ -61,7 +61,7 @@ class _QPool(QModule):
         return {k: spread(op, k, value, self.dims) for k, value in {**given, **more}.items()}
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> Self:
+    def from_spec(cls, spec: Spec) -> Self:
         """See the base class."""
         own: dict[str, Any] = {}
         if "dst" in spec:

@@ -2,7 +2,6 @@
 """Boundaries between float and quantized tensors, and unary functions by table."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,12 +9,7 @@ from torch import Tensor
 from torchq.functional.placeholders import placeholder
 from torchq.functional.tables import lookup_table
 from torchq.nn.direct_call import DirectCall, source, state
-from torchq.nn.module import (
-    QModule,
-    dtype_name,
-    placeholder_qparams,
-    quantize_boundary,
-)
+from torchq.nn.module import QModule, Spec, dtype_name, placeholder_qparams, quantize_boundary
 from torchq.quantization.qparams import QParams
 
 
@@ -38,7 +32,7 @@ def _axis_fields(qparams: QParams) -> dict[str, int]:
     return {"axis": qparams.axis, "channels": qparams.scale.numel()}
 
 
-def _placeholder(dtype: str, spec: dict[str, Any]) -> QParams:
+def _placeholder(dtype: str, spec: Spec) -> QParams:
     one = placeholder_qparams(dtype, spec["bits"])
     if "axis" not in spec:
         return one
@@ -66,7 +60,7 @@ class Quantize(QModule):
         self._set_spec(dst=dtype_name(dst.dtype), bits=dst.bits, **_axis_fields(dst))
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> "Quantize":
+    def from_spec(cls, spec: Spec) -> "Quantize":
         """See the base class."""
         return cls(_placeholder(spec["dst"], spec))
 
@@ -101,7 +95,7 @@ class Dequantize(QModule):
         self._set_spec(src=dtype_name(src.dtype), bits=src.bits, **_axis_fields(src))
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> "Dequantize":
+    def from_spec(cls, spec: Spec) -> "Dequantize":
         """See the base class."""
         return cls(_placeholder(spec["src"], spec))
 
@@ -156,7 +150,7 @@ class QLookup(QModule):
         )
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> "QLookup":
+    def from_spec(cls, spec: Spec) -> "QLookup":
         """See the base class."""
         src = placeholder_qparams(spec["src"], spec["src_bits"])
         dst = placeholder_qparams(spec["dst"])

@@ -13,7 +13,7 @@ from typing_extensions import Self
 from torchq.attributes.attr import Attr
 from torchq.attributes.options import Cell, Granularity, Merge
 from torchq.functional.placeholders import placeholder_device
-from torchq.nn.module import QModule, as_source, dtype_name
+from torchq.nn.module import QModule, Spec, as_source, dtype_name
 from torchq.nn.rnn_attr import read_attr
 from torchq.nn.rnn_float import cell_of, check_bound, data_params, layer_from_float
 from torchq.nn.rnn_layer import GATES, UNIT_STATE, QRecurrentLayer
@@ -206,7 +206,7 @@ class _QRecurrent(FloatParameters, QModule):
         return cls(layers_from_onednn(op, cell, w, attr, *dtypes), merge=merge)
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> Self:
+    def from_spec(cls, spec: Spec) -> Self:
         """See the base class."""
         layers = [QRecurrentLayer.from_spec(layer) for layer in spec["layers"]]
         made = cls(layers, spec["batch_first"], spec["merge"])

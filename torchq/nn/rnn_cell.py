@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized LSTMCell, GRUCell and RNNCell."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from typing_extensions import Self
 
 from torchq.attributes.attr import Attr
 from torchq.attributes.options import Granularity
-from torchq.nn.module import QModule, as_source
+from torchq.nn.module import QModule, Spec, as_source
 from torchq.nn.rnn_attr import read_attr
 from torchq.nn.rnn_float import cell_of, check_bound, data_params, layer_from_float
 from torchq.nn.rnn_layer import GATES, QRecurrentLayer
@@ -73,7 +73,7 @@ class _QCell(FloatParameters, QModule):
         return cls(layer_from_float(module, 0, src, state, granularity, bits, params))
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> Self:
+    def from_spec(cls, spec: Spec) -> Self:
         """See the base class."""
         return cls(QRecurrentLayer.from_spec(spec["layer"]))
 

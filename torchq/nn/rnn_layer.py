@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One quantized recurrent layer, all directions: the part that networks and cells are made of."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -10,7 +8,7 @@ from torchq.attributes.attr import Attr
 from torchq.attributes.options import Cell
 from torchq.functional.packing import PackedWeight, pack_linear
 from torchq.functional.placeholders import are_limited, count_modules, placeholder
-from torchq.nn.module import QModule, dtype_from_name, dtype_name, placeholder_qparams
+from torchq.nn.module import QModule, Spec, dtype_from_name, dtype_name, placeholder_qparams
 from torchq.nn.rnn_attr import attr_of
 from torchq.nn.rnn_packing import RecurrentWeight, grouped, ungrouped
 from torchq.quantization.qparams import QParams
@@ -246,7 +244,7 @@ class QRecurrentLayer(QModule):
             self.zero_points = torch.tensor([0, 128, 128], dtype=torch.int32, device="cpu")
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> "QRecurrentLayer":
+    def from_spec(cls, spec: Spec) -> "QRecurrentLayer":
         """See the base class."""
         count_modules(2)  # it takes 2 ms, and 4 KB of its file
         inputs, hidden, projection = spec["sizes"]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,16 +21,20 @@ from torchq.quantization.observers import Observer
 from torchq.quantization.qparams import QParams
 from torchq.quantization.recipes.rows import RowPowers
 
+Source = Tensor | PackedSequence
+States = Tensor | Sequence[Tensor] | None
+"""The hidden state, or with the cell state, as torch.nn takes them; None for zeros."""
+
 _SIZES = ["input_size", "hidden_size", "proj_size", "num_layers", "bidirectional", "batch_first"]
-NETWORKS: dict[type[nn.Module], Any] = {nn.LSTM: QLSTM, nn.GRU: QGRU, nn.RNN: QRNN}
-CELLS: dict[type[nn.Module], Any] = {
+NETWORKS: dict[type, type[QLSTM | QGRU | QRNN]] = {nn.LSTM: QLSTM, nn.GRU: QGRU, nn.RNN: QRNN}
+CELLS: dict[type, type[QLSTMCell | QGRUCell | QRNNCell]] = {
     nn.LSTMCell: QLSTMCell,
     nn.GRUCell: QGRUCell,
     nn.RNNCell: QRNNCell,
 }
 
 
-def torch_class(module: nn.Module, known: Any) -> Any:
+def torch_class(module: nn.Module, known: Iterable[type]) -> Any:
     """Return the class of torch.nn that a module is of or inherits from, or None."""
     return next((cls for cls in type(module).__mro__ if cls in known), None)
 
@@ -40,7 +44,7 @@ def single_layers(module: nn.RNNBase) -> list[nn.RNNBase]:
     layers = []
     width = module.proj_size or module.hidden_size
     for i in range(module.num_layers):
-        options: dict[str, Any] = {"bias": module.bias, "bidirectional": module.bidirectional}
+        options: dict[str, object] = {"bias": module.bias, "bidirectional": module.bidirectional}
         if isinstance(module, nn.LSTM):
             options["proj_size"] = module.proj_size
         if isinstance(module, nn.RNN):
@@ -57,7 +61,9 @@ def single_layers(module: nn.RNNBase) -> list[nn.RNNBase]:
 class _Observed(nn.Module):
     """A float module with observers; a dynamic configuration has none."""
 
-    def __init__(self, module: nn.Module, config: QConfig | None, name: str, known: Any) -> None:
+    def __init__(
+        self, module: nn.Module, config: QConfig | None, name: str, known: Iterable[type]
+    ) -> None:
         super().__init__()
         if torch_class(module, known) is None or next(module.parameters()).dtype not in FLOATS:
             names = ", ".join(cls.__name__ for cls in known)
@@ -66,7 +72,7 @@ class _Observed(nn.Module):
                 f"float32 or bfloat16, got {type(module).__name__}, "
                 f"{next(module.parameters()).dtype}. Call module.float() first."
             )
-        self.module: Any = module
+        self.module = module
         self.config = config or QConfig()
         self.layer_name = name
         self.src_observer = self._observer()
@@ -120,6 +126,8 @@ class ObservedRNN(_Observed):
         TypeError: ``module`` is another module, or of another dtype.
     """
 
+    module: nn.RNNBase
+
     def __init__(self, module: nn.RNNBase, config: QConfig | None = None, name: str = "") -> None:
         """Start without data."""
         super().__init__(module, config, name, NETWORKS)
@@ -130,7 +138,7 @@ class ObservedRNN(_Observed):
         # What a projection reads is never seen outside of the network.
         self.hidden_observer = self._observer() if module.proj_size else None
 
-    def forward(self, input: Any, hx: Any = None) -> Any:
+    def forward(self, input: Source, hx: States = None) -> object:
         """Return the float network's result; record the source, initial and all later states."""
         if self.src_observer is not None:
             src = input.data if isinstance(input, PackedSequence) else input
@@ -143,7 +151,7 @@ class ObservedRNN(_Observed):
     def flatten_parameters(self) -> None:
         """Nothing, for code that calls it in its forward: that is about CUDA."""
 
-    def _observe_layers(self, src: Any, hx: Any) -> None:
+    def _observe_layers(self, src: Source, hx: States) -> None:
         """Layer by layer, which gives each layer's states; initial states are states too."""
         if isinstance(src, Tensor):
             if src.dim() == 2:
@@ -163,7 +171,7 @@ class ObservedRNN(_Observed):
                 observer(states[0] if isinstance(states, tuple) else states)
 
     @staticmethod
-    def _initial(hx: Any, part: slice) -> object:
+    def _initial(hx: States, part: slice) -> States:
         if hx is None:
             return None
         several = hx if isinstance(hx, tuple | list) else (hx,)
@@ -185,7 +193,6 @@ class ObservedRNN(_Observed):
             RuntimeError: it was never run (static configurations).
         """
         cls, options = NETWORKS[torch_class(self.module, NETWORKS)], self._weights()
-        result: QLSTM | QGRU | QRNN
         coarse = dst_dtype == torch.float32 and bool(self.why_coarse())
         if self.config.dynamic or coarse:
             result = cls.from_float(self.module, **options)
@@ -197,11 +204,10 @@ class ObservedRNN(_Observed):
             options["hidden"] = self._qparams(self.hidden_observer)
         states = [self._qparams(observer) for observer in self.state_observers]
         src = self._qparams(self.src_observer)
-        result = cls.from_float(self.module, src, states, dst_dtype=dst_dtype, **options)
-        return result
+        return cls.from_float(self.module, src, states, dst_dtype=dst_dtype, **options)
 
 
-def _before_projection(layer: nn.RNNBase, src: Any, states: Any) -> Iterator[Tensor]:
+def _before_projection(layer: nn.RNNBase, src: Source, states: States) -> Iterator[Tensor]:
     """``o * tanh(c)`` of every step of one layer."""
     if isinstance(src, PackedSequence):
         for n, sequence in enumerate(unpack_sequence(src)):
@@ -241,7 +247,7 @@ class ObservedRNNCell(_Observed):
         super().__init__(module, config, name, CELLS)
         self.state_observer = self._observer()
 
-    def forward(self, input: Tensor, hx: Any = None) -> Any:
+    def forward(self, input: Tensor, hx: States = None) -> object:
         """Return the float cell's result; record the source, and the state before and after."""
         result = self.module(input, hx)
         if self.src_observer is not None and self.state_observer is not None:
@@ -259,5 +265,4 @@ class ObservedRNNCell(_Observed):
         if not self.config.dynamic and not self.why_coarse():
             options["src"] = self._qparams(self.src_observer)
             options["state"] = self._qparams(self.state_observer)
-        result: QLSTMCell | QGRUCell | QRNNCell = cls.from_float(self.module, **options)
-        return result
+        return cls.from_float(self.module, **options)

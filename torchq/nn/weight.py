@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Float weights become integers with a scale, or a scale and zero point, per output channel."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from torchq.attributes.arguments import as_float32, float_values
 from torchq.attributes.options import Granularity
 from torchq.functional.packing import PackedWeight, pack_conv, pack_conv_transpose, pack_linear
-from torchq.nn.batch_norm import TRANSPOSED
+from torchq.nn.batch_norm import TRANSPOSED, weight_of
 from torchq.quantization.qparams import choose_qparams, output_channel_rows, weight_qparams
 from torchq.runtime.library import dtype_code
 
@@ -29,23 +30,23 @@ class QuantizedWeight(NamedTuple):
 
 
 def packed_weight(
-    module: Any,
+    module: nn.Module,
     granularity: Granularity,
     bits: int,
     scale: Tensor | None = None,
     affine: bool = False,
 ) -> QuantizedWeight:
     """Quantize the weight of a float layer and pack it; for the arguments see quantized_weight."""
-    weight = module.weight.detach()
+    weight = weight_of(module).detach()
     if isinstance(module, TRANSPOSED):
         groups = module.groups
         q, scale, zero_point = quantized_weight(weight, granularity, bits, scale, 1, groups, affine)
         packed = pack_conv_transpose(q, groups, module.stride, module.dilation)
         return QuantizedWeight(packed, scale, zero_point)
     q, scale, zero_point = quantized_weight(weight, granularity, bits, scale, affine=affine)
-    if isinstance(module, nn.Linear):
-        return QuantizedWeight(pack_linear(q), scale, zero_point)
-    return QuantizedWeight(pack_conv(q, module.groups, module.dilation), scale, zero_point)
+    if isinstance(module, _ConvNd):
+        return QuantizedWeight(pack_conv(q, module.groups, module.dilation), scale, zero_point)
+    return QuantizedWeight(pack_linear(q), scale, zero_point)
 
 
 def quantized_weight(

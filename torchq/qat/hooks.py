@@ -3,36 +3,37 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 SRC, DST = "src_quantizer", "dst_quantizer"
 """Names of the quantizers in a module: of what it reads, and of what it gives."""
 _FREEZE_AT = "torchq_freeze_at"
 
 
-def round_src(module: nn.Module, args: Any, kwargs: Any) -> Any:
+def round_src(
+    module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """Round the source of a layer."""
-    quantizer: Any = getattr(module, SRC)
+    quantizer = getattr(module, SRC)
     if args:
         return (quantizer(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "input": quantizer(kwargs["input"])}
 
 
-def round_dst(module: nn.Module, args: Any, result: Tensor) -> Any:
+def round_dst(module: nn.Module, args: object, result: Tensor) -> object:
     """Round the result of a module."""
-    quantizer: Any = getattr(module, DST)
-    return quantizer(result)
+    return getattr(module, DST)(result)
 
 
-def freeze_statistics(module: Any, args: Any) -> None:
+def freeze_statistics(module: _BatchNorm, args: object) -> None:
     """Put a batch norm that has seen enough batches in eval mode, before its call."""
-    if module.training and module.num_batches_tracked >= getattr(module, _FREEZE_AT):
+    seen = module.num_batches_tracked
+    if module.training and seen is not None and seen >= getattr(module, _FREEZE_AT):
         module.eval()
 
 
-def freeze_after(module: Any, batches: int) -> None:
+def freeze_after(module: _BatchNorm, batches: int) -> None:
     """Freeze the statistics of a batch norm after this many batches."""
     if module.num_batches_tracked is not None:  # else it takes those of each batch
         module.register_buffer(_FREEZE_AT, module.num_batches_tracked + batches)

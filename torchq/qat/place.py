@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -16,13 +16,14 @@ from torchq.capture.module_kinds import BATCH_NORM, MATMUL
 from torchq.capture.ops import Role
 from torchq.convert.api import prepare
 from torchq.convert.calibrated import observed_graphs
+from torchq.convert.parts import Call
 from torchq.convert.prepared import Prepared
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.swap.weights import leave_fast_paths, split_attention
 from torchq.models.inputs import Inputs, Model, split_inputs, working_copy
 from torchq.models.state import as_before, same_numbers
 from torchq.models.trees import copied
-from torchq.nn.batch_norm import TRANSPOSED
+from torchq.nn.batch_norm import TRANSPOSED, weight_of
 from torchq.qat.hooks import DST, SRC, freeze_after, round_dst, round_src
 from torchq.qat.lower import KEY, Settings
 from torchq.qat.quantizer import ActivationQuantizer, WeightQuantizer
@@ -98,9 +99,9 @@ def prepare_qat(
         leave_fast_paths(model)
     prepared = prepare(model, example_inputs, config, overrides)
     _check_recipes(prepared)
-    args, kwargs = copied(*split_inputs(example_inputs))
+    args, kwargs = call = copied(*split_inputs(example_inputs))
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        _Placing(model, prepared, learn_scales, freeze_after).run(args, kwargs)
+        _Placing(model, prepared, learn_scales, freeze_after).run(call)
     model.train()
     vars(model)[KEY] = Settings(kwargs or args, config, overrides)
     return model
@@ -173,15 +174,15 @@ class _Placing:
                 if plan.is_int8(node):
                     self.others.add((number, plan.root(node)))
 
-    def run(self, args: Any, kwargs: Any) -> None:
+    def run(self, call: Call) -> None:
         """Place all, and take the first ranges from a run."""
-        places = self._producers(args, kwargs)
+        places = self._producers(call)
         for group, modules in places.items():
             for module in modules:
                 setattr(module, DST, self._quantizer(group, self._config_of(group)))
                 module.register_forward_hook(round_dst)
         for name, config in self.leaves.items():
-            layer: Any = self.model.get_submodule(name)
+            layer = self.model.get_submodule(name)
             groups = self.sources[name]
             group = next(iter(groups)) if len(groups) == 1 else name
             setattr(layer, SRC, self._quantizer(group, config))
@@ -190,7 +191,7 @@ class _Placing:
             axis = 1 if isinstance(layer, TRANSPOSED) else 0
             per_channel = config.weight_granularity == "per_channel"
             rounded = WeightQuantizer(
-                layer.weight, weight_range(config.int8_bits), axis if per_channel else None,
+                weight_of(layer), weight_range(config.int8_bits), axis if per_channel else None,
                 self.learn,
             )  # fmt: skip
             parametrize.register_parametrization(layer, "weight", rounded, unsafe=True)
@@ -199,7 +200,7 @@ class _Placing:
                 "torchq.prepare_qat: model must call a convolution or linear layer that becomes "
                 f"int8 with fixed scales, which training rounds by, got {self._found()}."
             )
-        self._run(self.model, args, kwargs)
+        self._run(self.model, call)
         for quantizer in self.quantizers.values():
             quantizer.begin()
         for module in self.modules:
@@ -231,16 +232,16 @@ class _Placing:
             self.quantizers[group] = made.train(False)
         return self.quantizers[group]
 
-    def _producers(self, args: Any, kwargs: Any) -> dict[_Group, list[nn.Module]]:
+    def _producers(self, call: Call) -> dict[_Group, list[nn.Module]]:
         """Return the modules that make the values which not only layers read.
 
         Of a module that is called once, and around the node of a value, it is the first to end with
         this value as its result.
         """
         observers = [observer for graph in self.graphs for observer in graph.observers]
-        values = self._results(self.prepared, observers, args, kwargs)
+        values = self._results(self.prepared, observers, call)
         modules = [m for m in self.modules if not isinstance(m, _CONTAINERS)]
-        results = self._results(self.model, modules, args, kwargs)
+        results = self._results(self.model, modules, call)
         names = {module: f"{name}." for name, module in self.model.named_modules() if name}
         single = [(names[m], m, r[0]) for m, r in results.items() if len(r) == 1 and m in names]
         found: dict[_Group, list[nn.Module]] = {}
@@ -260,24 +261,24 @@ class _Placing:
         return found
 
     def _results(
-        self, model: nn.Module, modules: list[Any], args: Any, kwargs: Any
+        self, model: nn.Module, modules: Sequence[nn.Module], call: Call
     ) -> dict[nn.Module, list[Tensor]]:
         """Return the tensors that modules give in one run, in the order of the calls' ends."""
         found: dict[nn.Module, list[Tensor]] = defaultdict(list)
 
-        def note(module: nn.Module, inputs: Any, result: Any) -> None:
+        def note(module: nn.Module, inputs: object, result: object) -> None:
             if isinstance(result, Tensor):
                 found[module].append(result.clone())
 
         with ExitStack() as stack:
             for module in modules:
                 stack.callback(module.register_forward_hook(note).remove)
-            self._run(model, args, kwargs)
+            self._run(model, call)
         return found
 
-    def _run(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+    def _run(self, model: nn.Module, call: Call) -> None:
         with as_before(model), same_numbers():
-            args, kwargs = copied(args, kwargs)
+            args, kwargs = copied(*call)
             model(*args, **kwargs)
 
 

@@ -53,7 +53,7 @@ class _Round(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of ``src`` and ``scale``."""
         inside, *slope = ctx.saved_tensors
         of_scale = None

@@ -24,7 +24,7 @@ class _Unknown(Exception):
     """An argument that nothing can stand in for."""
 
 
-def _known(value: Any) -> Any:
+def _known(value: object) -> Any:
     """Return the number that a symbol has in this trace; a hint adds no guard."""
     if not isinstance(value, _SYMBOLS):
         return value
@@ -34,7 +34,7 @@ def _known(value: Any) -> Any:
     return hint
 
 
-def _stand_in(value: Any, unread: bool) -> Any:
+def _stand_in(value: object, unread: bool) -> object:
     """Return a CPU tensor of the same dtype, shape and strides; lists part by part."""
     if isinstance(value, list | tuple):
         return [_stand_in(part, unread) for part in value]

@@ -13,13 +13,13 @@ import json
 import os
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, overload
+from typing import overload
 
 import torch
 from torch import Tensor, nn
 
 from torchq.attributes.arguments import check_type
-from torchq.attributes.json_text import read_json
+from torchq.attributes.json_text import JsonObject, read_json
 from torchq.convert.dispatch import dispatches, full_state, memory
 from torchq.convert.sources import name_sources
 from torchq.convert.swap.pretrained import refuse_save_pretrained
@@ -218,9 +218,9 @@ def _graph_alone(state: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]
 
 def _graph(text: Tensor, state: dict[str, Tensor], model: nn.Module | None = None) -> nn.Module:
     """Return a graph whose tensors are still to be loaded; ``model`` has its float modules."""
-    quantized, copies = quantized_modules(state), dict[int, Any]()
+    quantized, copies = quantized_modules(state), dict[int, object]()
 
-    def module(name: str, source: str | None, plain: dict[str, Any] | None = None) -> nn.Module:
+    def module(name: str, source: str | None, plain: JsonObject | None = None) -> nn.Module:
         if source is None:
             outer = outer_of(name, quantized)
             if outer is None:
@@ -258,7 +258,7 @@ def _with_class(
     projections = [f".{key}".rpartition(".q_proj.") for key in state]
     model = split_attention(model, {name[1:] for name, found, _ in projections if found})
     modules = dict(model.named_modules(remove_duplicate=False))
-    memo: dict[int, Any] = {id(modules[n]): m for n, m in leaves.items() if n in modules}
+    memo: dict[int, object] = {id(modules[n]): m for n, m in leaves.items() if n in modules}
     for name, leaf in leaves.items():
         if isinstance(leaf, QExperts) and name in modules:
             leaf.adopt(modules[name])
@@ -293,7 +293,7 @@ def _by_graph(
 def _state(model: nn.Module) -> dict[str, Tensor]:
     """Contiguous tensors that share no memory, and text that tells other names of each."""
     state: dict[str, Tensor] = {}
-    seen: dict[Any, str] = {}
+    seen: dict[object, str] = {}
     aliases: dict[str, str] = {}
     storages: set[int] = set()
     for name, tensor in full_state(model).items():

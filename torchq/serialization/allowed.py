@@ -14,11 +14,11 @@ import operator
 import re
 from collections.abc import Callable
 from types import BuiltinFunctionType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
+from torch._C import FunctionSchema
 
 from torchq.capture.patterns import BY_NAME
 from torchq.capture.rewrites import NUMBERS
@@ -94,7 +94,7 @@ def _plain(kind: str) -> str:
     return re.sub(r"Optional\[|List\[|\]", "", kind)
 
 
-def _is_safe(overload: Any) -> bool:
+def _is_safe(overload: torch._ops.OpOverload[..., object]) -> bool:
     """Return whether a schema tells of a pure function of tensors, numbers and words."""
     schema = overload._schema
     for argument in schema.arguments:
@@ -109,7 +109,7 @@ def _is_safe(overload: Any) -> bool:
 
 
 @functools.cache
-def schemas(name: str) -> dict[str, object]:
+def schemas(name: str) -> dict[str, FunctionSchema]:
     """Return the schemas of a function of ATen that a file may call, by overload."""
     packet = getattr(torch.ops.aten, name, None) if name in _NAMES else None
     found = {} if packet is None else {own: getattr(packet, own) for own in packet.overloads()}
@@ -298,9 +298,10 @@ PYTHON: dict[str, Callable[..., object]] = {
 _PYTHON_NAMES = {function: name for name, function in PYTHON.items()}
 
 
-def name_of(target: Any, op: str = "call_function") -> str | None:
+def name_of(target: fx.node.Target, op: str = "call_function") -> str | None:
     """Return the name that a file has for what a node calls; None for what it may not call."""
     target = NUMBERS.get(target, target) if op == "call_function" else target
+    own = str(getattr(target, "__name__", ""))
     if op == "call_method":
         name = f"Tensor.{target}"
     elif isinstance(target, torch._ops.OpOverload):
@@ -311,10 +312,8 @@ def name_of(target: Any, op: str = "call_function") -> str | None:
     elif target in _PYTHON_NAMES:
         name = _PYTHON_NAMES[target]
     elif target in _CHECKED.values():
-        own = target.__name__
         name = f"{'torch' if hasattr(torch, own) else 'nn'}.{own}"
     else:
-        own = str(getattr(target, "__name__", ""))
         found = (p for p, owner in _OWNERS.items() if getattr(owner, own, None) is target)
         name = f"{next(found, '')}.{own}"
     return name if is_known(name) else None
@@ -328,7 +327,7 @@ def is_known(name: str) -> bool:
     return name in PYTHON or bool(schemas_of(name))
 
 
-def schemas_of(name: str) -> tuple[object, ...]:
+def schemas_of(name: str) -> tuple[FunctionSchema, ...]:
     """Return the schemas that a call by such a name may have; none for other names.
 
     Nothing is asked for an attribute of another name: torch imports modules when it is.
@@ -337,7 +336,9 @@ def schemas_of(name: str) -> tuple[object, ...]:
     if library == "aten":
         base, _, overload = own.partition(".")
         found = schemas(_REPLACED.get(base, base)) if _is_named(base) else {}
-        return tuple(found.values()) if not overload else tuple(_one(found, overload))
+        if overload:
+            return (found[overload],) if overload in found else ()
+        return tuple(found.values())
     if library == "torchq":
         own = own.removesuffix(".default")
         return (getattr(torch.ops.torchq, own).default._schema,) if own in OWN else ()
@@ -353,11 +354,7 @@ def _is_named(own: str) -> bool:
     return _REPLACED.get(own, own) in _NAMES
 
 
-def _one(found: dict[str, object], overload: str) -> list[object]:
-    return [found[overload]] if overload in found else []
-
-
-def by_name(name: str) -> tuple[str, Any]:
+def by_name(name: str) -> tuple[str, fx.node.Target]:
     """Return kind and target of the nodes that call a function of this name, which is known."""
     if name in PYTHON:
         return "call_function", PYTHON[name]

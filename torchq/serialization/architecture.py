@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from torch import Tensor, nn
 
 from torchq.capture.module_kinds import MATMUL
 from torchq.convert.swap.leaves import equivalent_layer
+from torchq.nn.batch_norm import weight_of
 from torchq.nn.experts import QExperts
 from torchq.nn.float_modules import expert_weights
 from torchq.nn.leaf import QuantizedLeaf
@@ -60,7 +60,7 @@ def check_architecture(
         )
 
 
-def _of_layers(name: str, leaf: nn.Module, module: Any) -> Iterator[str]:
+def _of_layers(name: str, leaf: nn.Module, module: nn.Module) -> Iterator[str]:
     """Yield how a float layer differs from the one that a quantized layer was made of."""
     if isinstance(module, nn.Identity) and not isinstance(leaf, QuantizedLeaf):
         return  # keeps the place of a module that a user composes the model of
@@ -69,12 +69,11 @@ def _of_layers(name: str, leaf: nn.Module, module: Any) -> Iterator[str]:
     if isinstance(leaf, QExperts):
         pairs = _of_experts(leaf, module)
     elif isinstance(expected, type):
-        layer = module
+        layer: nn.Module | None = module
         if isinstance(leaf, QuantizedLeaf) and not isinstance(module, MATMUL):
             layer = equivalent_layer(module)  # of another class that computes the same
             if layer is not None:
-                weight: Any = layer.weight
-                pairs = {"weight": (leaf._shape, list(weight.shape))}
+                pairs = {"weight": (leaf._shape, list(weight_of(layer).shape))}
         if layer is None and not type(module).__module__.startswith("torch.nn."):
             return  # its code is traced with weights, and may have none
         if not isinstance(layer, expected):
@@ -95,13 +94,13 @@ def _kind(leaf: nn.Module) -> str:
     return re.sub(r"^(Dynamic)?Q|Int4$", "", type(layer).__name__)
 
 
-def _of_experts(leaf: Any, module: Any) -> dict[str, tuple[Any, Any]]:
+def _of_experts(leaf: QExperts, module: nn.Module) -> dict[str, tuple[object, object]]:
     """Return the shapes of stacked weights in the file and in the model."""
-    pairs = {}
+    pairs: dict[str, tuple[object, object]] = {}
     for key, layers in zip(expert_weights(module), (leaf.up, leaf.down), strict=True):
         shape = [layers[0].out_features, layers[0].in_features]
-        shape = [len(layers), *(shape[::-1] if module.is_transposed else shape)]
-        pairs[key] = shape, [*getattr(module, key).shape]
+        shape = shape[::-1] if module.is_transposed else shape
+        pairs[key] = [len(layers), *shape], [*getattr(module, key).shape]
     return pairs
 
 

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchq.attributes.json_text import read_json, values_in
+from torchq.attributes.json_text import JsonObject, read_json, values_in
 from torchq.capture.condition import Condition
 from torchq.capture.guards import Example
 from torchq.capture.likeness import Argument
@@ -78,9 +77,9 @@ def restore(module: nn.Module, graph: nn.Module, name: str, text: Tensor) -> Non
     attach(Dispatch(module, graph, example, name, fields["strict"]))
 
 
-def _check(fields: dict[str, Any], name: str) -> None:
+def _check(fields: JsonObject, name: str) -> None:
     """Refuse what could run as code within the function that chooses calls."""
-    wrong: list[Any] = []
+    wrong: list[object] = []
     for index, _, shape in fields["arguments"]:
         count("sizes of arguments", 1 + len(shape))
         wrong += [size for size in (index, *shape) if not is_size(size)] + shape[_MOST_DIMS:]
@@ -119,7 +118,7 @@ def _encode(value: object, example: Example, name: str) -> object:
     )
 
 
-def _decode(value: Any, arguments: list[Argument]) -> Any:
+def _decode(value: object, arguments: list[Argument]) -> object:
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()

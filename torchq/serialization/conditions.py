@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import keyword
 import unicodedata
-from typing import Any
+from typing import TypeGuard
 
 from torch import nn
 
@@ -22,33 +22,35 @@ def is_size(size: object) -> bool:
     return size is None or (type(size) is int and size >= 0)
 
 
-def is_option(name: Any, values: Any) -> bool:
+def is_option(name: object, values: object) -> bool:
     """Return whether it is the name of an option, with values that are True, False or None."""
     known = isinstance(values, list) and all(v is None or type(v) is bool for v in values)
     return known and is_name(name)
 
 
-def is_name(name: Any) -> bool:
+def is_name(name: object) -> TypeGuard[str]:
     """Return whether generated code may have an argument of this name."""
-    known = isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
-    return known and unicodedata.normalize("NFKC", name) == name  # Python reads the latter
+    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+        return False
+    return unicodedata.normalize("NFKC", name) == name  # Python reads the latter
 
 
-def is_variable(name: Any) -> bool:
+def is_variable(name: object) -> TypeGuard[str]:
     """Return whether generated code may have a variable of this name, which hides no other."""
     return is_name(name) and name not in _OF_CODE and not name.startswith(_OF_CALLS)
 
 
-def is_path(name: Any) -> bool:
+def is_path(name: object) -> bool:
     """Return whether generated code may quote the name of a module or tensor, as ``a-b.weight``.
 
     Where a part is a name of Python the code has it as an attribute, so it must be the same in
     Python's form of names. :func:`is_held` then tells whether these attributes are what they seem.
     """
-    quoted = isinstance(name, str) and name.isprintable() and not {'"', "\\"} & set(name)
-    quoted = quoted and unicodedata.normalize("NFKC", name) == name
-    quoted = quoted and (not name or "" not in name.split("."))
-    return quoted and _OF_MODULES.isdisjoint(name.split("."))
+    if not isinstance(name, str) or not name.isprintable() or {'"', "\\"} & set(name):
+        return False
+    parts = name.split(".") if name else []
+    normal = unicodedata.normalize("NFKC", name) == name
+    return normal and "" not in parts and _OF_MODULES.isdisjoint(parts)
 
 
 def is_held(root: nn.Module, name: str) -> bool:
@@ -56,14 +58,14 @@ def is_held(root: nn.Module, name: str) -> bool:
 
     An attribute of a module's own, or of its class, would hide those.
     """
-    owner: Any = root
     *outer, last = name.split(".")
     for part in outer:
-        if _is_hidden(owner, part) or owner._modules.get(part) is None:
+        inner = root._modules.get(part)
+        if _is_hidden(root, part) or inner is None:
             return False
-        owner = owner._modules[part]
-    held = (owner._modules, owner._parameters, owner._buffers)
-    return not _is_hidden(owner, last) and any(last in each for each in held)
+        root = inner
+    held = (root._modules, root._parameters, root._buffers)
+    return not _is_hidden(root, last) and any(last in each for each in held)
 
 
 def _is_hidden(owner: nn.Module, name: str) -> bool:

@@ -11,10 +11,11 @@ import enum
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
+from torch._C import FunctionSchema
 
 from torchq.serialization.allowed import DTYPES, LARGEST_SIZE, PYTHON, is_known, schemas_of
 
@@ -49,7 +50,7 @@ _WORDS = {
 _EQUATION = re.compile(r"[A-Za-z., >-]{1,200}")
 
 
-def _is_scale(value: Any) -> bool:
+def _is_scale(value: object) -> bool:
     """Return whether it is a factor of sizes; indices made by others leave the tensor."""
     values = value if isinstance(value, list | tuple) else [value]
     return all(v is None or (isinstance(v, int | float) and 2**-20 <= v <= 2**20) for v in values)
@@ -90,7 +91,7 @@ class Checker:
         self.facts: dict[fx.Node, Fact] = {}
         self.sizes: set[fx.Node] = set()
 
-    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fact:
+    def call(self, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> Fact:
         """Return what a call gives; ``sizes`` are the numbers in it that ``size`` has to check.
 
         Raises:
@@ -113,24 +114,24 @@ class Checker:
 
     # Functions of Python
 
-    def _of_python(self, name: str, args: tuple[Any, ...]) -> Fact | None:
+    def _of_python(self, name: str, args: tuple[object, ...]) -> Fact | None:
         if name == "torch._assert":
             fine = len(args) == 2 and self._is(args[0], Kind.NUMBER, Kind.TENSOR)
             return Fact(Kind.NUMBER) if fine and type(args[1]) is str else None
         if name == "operator.getitem":
             return self._item(*args) if len(args) == 2 else None
         if name == "len":
-            return Fact(Kind.NUMBER) if len(args) == 1 and self._node(args[0]) else None
+            return Fact(Kind.NUMBER) if len(args) == 1 and isinstance(args[0], fx.Node) else None
         of_tensors = name.startswith("operator.") or name == "abs"
         kinds = (Kind.NUMBER, Kind.TENSOR) if of_tensors else (Kind.NUMBER,)
         if not args or not all(self._is(a, *kinds) for a in args):
             return None
-        if any(self._node(a) and self._is(a, Kind.TENSOR) for a in args):
+        if any(isinstance(a, fx.Node) and self._is(a, Kind.TENSOR) for a in args):
             return TENSOR
         bits = self._bits(name, args)
         return None if bits is None else Fact(Kind.NUMBER, bits)
 
-    def _bits(self, name: str, args: tuple[Any, ...]) -> int | None:
+    def _bits(self, name: str, args: tuple[object, ...]) -> int | None:
         """Return the bits of a result of numbers; None where it has no bound."""
         given = [self._bits_of(a) for a in args]
         if name in ("operator.add", "operator.sub"):
@@ -146,14 +147,14 @@ class Checker:
             return max(_FLOAT_BITS, *given)
         return max(given)
 
-    def _bits_of(self, value: Any) -> int:
+    def _bits_of(self, value: object) -> int:
         if isinstance(value, fx.Node):
             return self.facts[value].bits
         return value.bit_length() if isinstance(value, int) else _FLOAT_BITS
 
-    def _item(self, source: Any, index: Any) -> Fact | None:
+    def _item(self, source: object, index: object) -> Fact | None:
         """Return what an item is; indices are checked when the graph runs."""
-        if not self._node(source) or not self._is_index(index):
+        if not isinstance(source, fx.Node) or not self._is_index(index):
             return None
         kind = self.facts[source].kind
         if kind in (Kind.PARTS, Kind.NUMBERS):
@@ -161,7 +162,7 @@ class Checker:
             return Fact(kind if isinstance(index, slice) else item)
         return self.facts[source] if kind in (Kind.TENSOR, Kind.RESULT) else None
 
-    def _is_index(self, index: Any) -> bool:
+    def _is_index(self, index: object) -> bool:
         if isinstance(index, tuple | list):
             return all(map(self._is_index, index))
         if isinstance(index, slice):
@@ -172,7 +173,9 @@ class Checker:
 
     # Functions of torch
 
-    def _fits_schema(self, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _fits_schema(
+        self, schema: FunctionSchema, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> bool:
         positional = [a.name for a in schema.arguments if not a.kwarg_only]
         given = dict(zip(positional, args, strict=False))
         named = {"self" if name == "input" and "self" in positional else name: value
@@ -193,14 +196,14 @@ class Checker:
             for a in schema.arguments
         )
 
-    def _is_divisor(self, value: Any) -> bool:
+    def _is_divisor(self, value: object) -> bool:
         """Return whether it is a number of the file that no integer type has as -1.
 
         The least integer by -1 ends the process.
         """
         return _is_number(value) and not (isinstance(value, int) and value % 2**32 == 2**32 - 1)
 
-    def _fits(self, value: Any, kind: str, base: str, name: str) -> bool:
+    def _fits(self, value: object, kind: str, base: str, name: str) -> bool:
         """Return whether an argument of a call fits its type, and what torch does not check."""
         if kind.startswith("Optional["):
             kind = kind[len("Optional[") : -1]
@@ -217,9 +220,9 @@ class Checker:
             return self._is_of(value, kind) and self._are_sizes(value)
         return self._is_of(value, kind)
 
-    def _are_sizes(self, value: Any) -> bool:
+    def _are_sizes(self, value: object) -> bool:
         """Return whether numbers are at most 2**31, or can be checked when the graph runs."""
-        for each in value if _is_list(value) else [value]:
+        for each in value if isinstance(value, list | tuple) else [value]:
             if isinstance(each, fx.Node):
                 if self.facts[each].kind is not Kind.NUMBER:
                     return False
@@ -228,7 +231,7 @@ class Checker:
                 return False
         return True
 
-    def _is_of(self, value: Any, kind: str) -> bool:
+    def _is_of(self, value: object, kind: str) -> bool:
         if kind.startswith("List["):
             return self._is_list(value, kind[len("List[") : -1])
         if kind == "Tensor":
@@ -245,50 +248,44 @@ class Checker:
             return isinstance(value, torch.dtype) and value in DTYPES
         return kind == "MemoryFormat" and isinstance(value, torch.memory_format)
 
-    def _is_list(self, value: Any, kind: str) -> bool:
+    def _is_list(self, value: object, kind: str) -> bool:
         if kind.startswith("Optional["):
             kind = kind[len("Optional[") : -1]
-            value = [v for v in value if v is not None] if _is_list(value) else value
-        if _is_list(value):
+            if isinstance(value, list | tuple):
+                value = [v for v in value if v is not None]
+        if isinstance(value, list | tuple):
             small = kind != "int" or all(abs(v) <= LARGEST_SIZE for v in value if type(v) is int)
             return small and all(self._is_of(v, kind) for v in value)
         if kind == "Tensor":
-            return self._is(value, Kind.PARTS, Kind.RESULT) and self._node(value)
-        if self._node(value) and self.facts[value].kind is Kind.NUMBERS:
+            return self._is(value, Kind.PARTS, Kind.RESULT) and isinstance(value, fx.Node)
+        if isinstance(value, fx.Node) and self.facts[value].kind is Kind.NUMBERS:
             return kind == "int"
         return self._is_of(value, kind)
 
     # Values
 
-    def _node(self, value: Any) -> bool:
-        return isinstance(value, fx.Node)
-
-    def _is(self, value: Any, *kinds: Kind) -> bool:
+    def _is(self, value: object, *kinds: Kind) -> bool:
         """Return whether a node, or a number of the file, is of one of these kinds."""
         if isinstance(value, fx.Node):
             return self.facts[value].kind in kinds
         return Kind.NUMBER in kinds and _is_number(value)
 
-    def _is_int(self, value: Any) -> bool:
+    def _is_int(self, value: object) -> bool:
         return self._is(value, Kind.NUMBER) and not isinstance(value, float | complex)
 
 
-def _only_adds(pad: Any) -> bool:
+def _only_adds(pad: object) -> bool:
     """Return whether padding has no negative number: circular padding then leaves elements out."""
-    return _is_list(pad) and all(type(v) is int and v >= 0 for v in pad)
+    return isinstance(pad, list | tuple) and all(type(v) is int and v >= 0 for v in pad)
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple)
-
-
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> TypeGuard[complex]:
     return isinstance(value, float | complex) or (
         isinstance(value, int) and -(2**63) <= value < 2**64
     )
 
 
-def _result(schema: Any) -> Fact:
+def _result(schema: FunctionSchema) -> Fact:
     kinds = [str(result.real_type) for result in schema.returns]
     if len(kinds) > 1 or kinds[0] == "List[Tensor]":
         return Fact(Kind.PARTS)
@@ -297,7 +294,7 @@ def _result(schema: Any) -> Fact:
     return TENSOR if kinds[0] == "Tensor" else Fact(Kind.NUMBER)
 
 
-def are_values(values: Any) -> bool:
+def are_values(values: object) -> bool:
     """Return whether a module may be called with these."""
     if isinstance(values, list | tuple):
         return all(map(are_values, values))

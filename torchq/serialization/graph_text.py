@@ -140,7 +140,9 @@ class _Reader:
         self.owned: dict[str, object] = {}
         self.inputs = set[str]()
 
-    def add(self, op: str, name: str, target: str, args: Any, kwargs: Any, *more: Any) -> None:
+    def add(
+        self, op: str, name: str, target: str, args: object, kwargs: object, *more: object
+    ) -> None:
         """Append a node."""
         count("values in graphs", _count([args, kwargs]))
         values = tuple(_decode(args, self.nodes)), _decode(kwargs, self.nodes)
@@ -149,13 +151,13 @@ class _Reader:
             known = target if op == "call_function" else f"Tensor.{target}"  # in version 2
             fact = self.checker.call(known, *values)
             values = fx.node.map_arg(values, self._sized)
-            op, target = by_name(known)
+            op, called = by_name(known)
         else:
-            fact = _fact_of(op, bool(more))
+            called, fact = target, _fact_of(op, bool(more))
             self._own(op, target, more)
             self.inputs |= {target} if op == "placeholder" else set()
             self._check_values(op, *values)
-        node = self.graph.create_node(op, target, *values, name=name)
+        node = self.graph.create_node(op, called, *values, name=name)
         self.nodes[name], self.checker.facts[node] = node, fact
 
     def _sized(self, value: fx.Node) -> fx.Node:
@@ -166,7 +168,7 @@ class _Reader:
         self.checker.facts[checked] = self.checker.facts[value]
         return checked
 
-    def _own(self, op: str, target: str, more: tuple[Any, ...]) -> None:
+    def _own(self, op: str, target: str, more: tuple[object, ...]) -> None:
         """Take the module or tensor that a node has."""
         if op not in ("get_attr", "call_module"):
             return
@@ -177,7 +179,7 @@ class _Reader:
             return
         self.owned[target] = self.modules(target, *more) if is_module else self.tensors[target]
 
-    def _check_names(self, op: str, name: str, target: Any, kwargs: dict[str, Any]) -> None:
+    def _check_names(self, op: str, name: str, target: str, kwargs: dict[str, object]) -> None:
         """Refuse names that would not be names in the code that torch.fx writes of a graph."""
         wrong = [key for key in kwargs if not is_name(key)]
         # torch.fx writes ASCII, and searches for a name that is free in place of any other
@@ -192,7 +194,7 @@ class _Reader:
         if wrong:
             raise _wrong_name(wrong[0])
 
-    def _check_values(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check_values(self, op: str, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Refuse arguments that a node of this kind does not take."""
         allowed = are_values([*args, *kwargs.values()]) if op == "call_module" else not kwargs
         if op in ("placeholder", "get_attr"):
@@ -244,13 +246,13 @@ def _encode(value: object, node: fx.Node) -> object:
     )
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     """Return how many plain values there are within; at least one."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return max(1, sum(map(_count, parts)))
 
 
-def _decode(value: Any, nodes: dict[str, fx.Node]) -> Any:
+def _decode(value: object, nodes: dict[str, fx.Node]) -> Any:
     if isinstance(value, list):
         return [_decode(item, nodes) for item in value]
     if not isinstance(value, dict):

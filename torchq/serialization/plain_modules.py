@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor, nn
+
+from torchq.attributes.json_text import JsonObject
 
 _NETWORK = {
     "input_size": int,
@@ -40,7 +41,7 @@ def describe_plain(module: nn.Module) -> dict[str, object] | None:
     return {"class": type(module).__name__, "fields": given}
 
 
-def plain_module(plain: dict[str, Any], state: Mapping[str, Tensor]) -> nn.Module:
+def plain_module(plain: JsonObject, state: Mapping[str, Tensor]) -> nn.Module:
     """Return a module of torch.nn, its tensors still to be loaded.
 
     Args:

@@ -61,7 +61,7 @@ def _unpacked(text: bytes) -> bytes:
     return unpacked
 
 
-def _row(fields: list[Any]) -> Row:
+def _row(fields: list[object]) -> Row:
     """Return a row; JSON makes lists of tuples."""
     row = Row(*_checked(Row, fields))
     return replace(row, weights=tuple(map(_text, row.weights)))
@@ -70,7 +70,7 @@ def _row(fields: list[Any]) -> Row:
 _KINDS = {"str": str, "bool": bool, "int": int, "tuple[str, ...]": list}
 
 
-def _checked(cls: type, values: list[Any]) -> list[Any]:
+def _checked(cls: type, values: list[object]) -> list[Any]:
     """Return the fields of a row, if they have the types that it has."""
     for field, value in zip(fields_of(cls), values, strict=False):
         if type(value) is not _KINDS[str(field.type)]:

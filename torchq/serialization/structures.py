@@ -17,7 +17,7 @@ from typing import Any
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils import _pytree as pytree
 
-from torchq.attributes.json_text import read_json
+from torchq.attributes.json_text import JsonObject, read_json
 from torchq.serialization.tensor_file import is_short
 
 _PLAIN = {f"{cls.__module__}.{cls.__name__}": cls for cls in (tuple, list)}
@@ -75,7 +75,7 @@ def read_structure(text: object, own: str) -> pytree.TreeSpec:
     return _read(found[1], (own,))
 
 
-def _read(node: dict[str, Any], own: tuple[str, ...]) -> pytree.TreeSpec:
+def _read(node: JsonObject, own: tuple[str, ...]) -> pytree.TreeSpec:
     children = [_read(child, own) for child in node["children_spec"]]
     name, context = node["type"], node["context"]
     if isinstance(name, str) and not is_short(name):
@@ -87,7 +87,7 @@ def _read(node: dict[str, Any], own: tuple[str, ...]) -> pytree.TreeSpec:
     if name in _PLAIN:
         return pytree.TreeSpec(_PLAIN[name], None, children)
     cls: Any = _DICTS.get(name) or _class_of(name, own)
-    kind: Any = cls
+    kind = cls
     if cls is None:
         raise ValueError(f"'{str(name)[:100]}'")
     if name.startswith(_NAMED):
@@ -100,26 +100,29 @@ def _read(node: dict[str, Any], own: tuple[str, ...]) -> pytree.TreeSpec:
     return pytree.TreeSpec(kind, context, children)
 
 
-def _keys(context: Any) -> list[Any] | None:
+def _keys(context: object) -> list[object] | None:
     """Return the keys of a dict, if they are plain and each there once."""
-    plain = isinstance(context, list) and all(type(key) in (str, int) for key in context)
-    return context if plain and len({*context}) == len(context) else None
+    if not isinstance(context, list) or any(type(key) not in (str, int) for key in context):
+        return None
+    return context if len({*context}) == len(context) else None
 
 
-def _names_of(cls: type, context: Any) -> list[str] | None:
+def _names_of(cls: type, context: object) -> list[str] | None:
     """Return the fields of a class of results that have values; None where it has no such fields.
 
     The context is that of pytree: these fields, or a pair of them and of those that are None.
     """
     known = {field.name for field in fields(cls)} if is_dataclass(cls) else set()
-    pair = isinstance(context, list) and len(context) == 2 and isinstance(context[0], list)
+    if not isinstance(context, list):
+        return None
+    pair = len(context) == 2 and isinstance(context[0], list)
     given = [*context[0], *context[1]] if pair else context
-    if not isinstance(given, list) or len({*given}) != len(given) or not known.issuperset(given):
+    if len({*given}) != len(given) or not known.issuperset(given):
         return None
     return context[0] if pair else given
 
 
-def _class_of(name: str, own: tuple[str, ...]) -> Any:
+def _class_of(name: str, own: tuple[str, ...]) -> type | None:
     """Return an imported class of results: a namedtuple, or a dataclass that pytree knows.
 
     Nothing is asked for attributes: those of a module may import others.
@@ -130,7 +133,7 @@ def _class_of(name: str, own: tuple[str, ...]) -> Any:
     while module and module not in sys.modules and not named:  # of a class within a class
         module, _, outer = module.rpartition(".")
         parts.insert(0, outer)
-    found: Any = sys.modules.get(module)
+    found: object = sys.modules.get(module)
     for part in parts:
         found = vars(found).get(part) if isinstance(found, type(sys) | type) else None
     if not isinstance(found, type):

@@ -14,13 +14,13 @@ import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchq.attributes.json_text import has_many_values, read_json
+from torchq.attributes.json_text import JsonObject, has_many_values, read_json
 from torchq.serialization.files import write_file
 
 _DTYPES = {
@@ -64,9 +64,7 @@ def write_tensors(
         OSError: the file cannot be written.
         ValueError: there are more tensors than :func:`read_tensors` takes from such a file.
     """
-    header: dict[str, Any] = {
-        _METADATA: {**_RELEASE_0_1, _VERSION: str(_LATEST), **(metadata or {})}
-    }
+    header: JsonObject = {_METADATA: {**_RELEASE_0_1, _VERSION: str(_LATEST), **(metadata or {})}}
     views, end = [], 0
     order = sorted(tensors, key=lambda name: (*_alignment(tensors[name]), name))
     for name, tensor in ((name, tensors[name]) for name in order):
@@ -148,7 +146,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 _Read = Callable[[memoryview], bytes | memoryview]
 
 
-def _digest(header: dict[str, Any], views: Sequence[memoryview], read: _Read) -> str:
+def _digest(header: Mapping[str, object], views: Sequence[memoryview], read: _Read) -> str:
     """Return the digest of the digests of what is read of the header and of each tensor.
 
     The header is without its digest, with sorted keys.
@@ -177,7 +175,7 @@ def _sums(part: memoryview) -> bytes:
     return b"".join([words.sum(0).tobytes(), words.sum(1).tobytes(), part[rest:]])
 
 
-def _header(file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
+def _header(file: BinaryIO, size: int) -> tuple[JsonObject, int]:
     """Return the header, its form checked, and the number of bytes that follow it."""
     begin = file.read(8)
     if begin.startswith(b"PK\x03\x04"):
@@ -248,7 +246,7 @@ def _mapped(file: BinaryIO) -> _Take:
 
 
 def _tensor(
-    name: str, entry: dict[str, Any], start: int, size: int, take: _Take
+    name: str, entry: JsonObject, start: int, size: int, take: _Take
 ) -> tuple[Tensor, memoryview]:
     """Return the next tensor of a file, and its bytes."""
     dtype, (begin, end) = _DTYPES[entry["dtype"]], entry["data_offsets"]

@@ -20,8 +20,8 @@ bool row_range(const float* src, int64_t size, float* lo, float* hi) {
   *lo = *hi = 0.0f;
   bool finite = true;
   for (int64_t i = 0; i < size; ++i) {
-    *lo = min_float(*lo, src[i]);
-    *hi = max_float(*hi, src[i]);
+    *lo = src[i] < *lo ? src[i] : *lo;  // never -0
+    *hi = src[i] > *hi ? src[i] : *hi;
     finite = finite && src[i] - src[i] == 0.0f;
   }
   return finite;

@@ -253,8 +253,8 @@ def _hooked(
     """Let every module report, or return what it would have returned."""
     layers = {layer.name: layer for layer in report.layers}
 
-    def hook(name: str) -> Any:
-        def run(module: Any, args: Any, kwargs: Any, dst: Any) -> Any:
+    def hook(name: str) -> Callable[..., object]:
+        def run(module: QLayer | QRecurrentLayer, args: Any, kwargs: Any, dst: Any) -> object:
             layer = None
             if not replace:
                 if name not in layers:
@@ -285,9 +285,8 @@ def _emulated(model: nn.Module) -> dict[str, nn.Module]:
     return found | recurrent_layers(model)
 
 
-def _new_report(name: str, module: Any) -> LayerReport:
-    is_recurrent = isinstance(module, QRecurrentLayer)
-    proof = whole_proof(module) if is_recurrent else prove_module(module)
+def _new_report(name: str, module: QLayer | QRecurrentLayer) -> LayerReport:
+    proof = whole_proof(module) if isinstance(module, QRecurrentLayer) else prove_module(module)
     return LayerReport(name, "u8" if proof.src_dtype == torch.uint8 else "s8", proof)
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +35,7 @@ class Observer(nn.Module):
     row_count: int | None = None  # of what an older version pickled
     _elsewhere: bool
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         """Start without data; here, as the ``__init__`` of a dataclass calls no other."""
         self = super().__new__(cls)
         nn.Module.__init__(self)
@@ -49,7 +48,7 @@ class Observer(nn.Module):
     def __init__(self) -> None:
         """Nothing is left to do."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         """Modules are hashed by identity, also where a dataclass or the subclass compares them."""
         super().__init_subclass__(**kwargs)
         if vars(cls).get("__hash__") is None:
@@ -166,7 +165,9 @@ class Observer(nn.Module):
             )
         )
 
-    def _range(self, integers: tuple[int, int], symmetric: bool) -> tuple[Any, Any]:
+    def _range(
+        self, integers: tuple[int, int], symmetric: bool
+    ) -> tuple[float | Tensor, float | Tensor]:
         """Return the real range to cover with the given integers."""
         if not bool((self.min_value <= self.max_value).all()):
             raise NotImplementedError(
@@ -208,7 +209,7 @@ class Observer(nn.Module):
         place = f" of {self.name!r}" if self.name else ""
         return f"torchq.{type(self).__name__}{place}: {problem}. {remedy}".rstrip()
 
-    def _add_buffer(self, name: str, value: Any, dtype: torch.dtype = torch.float32) -> None:
+    def _add_buffer(self, name: str, value: object, dtype: torch.dtype = torch.float32) -> None:
         """Register ``torch.tensor(value)`` as a buffer."""
         self._set_buffer(name, lambda: torch.tensor(value, dtype=dtype, device="cpu"))
 

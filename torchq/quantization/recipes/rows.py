@@ -14,7 +14,7 @@ median over rows tells what happens to most results.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,7 @@ LEAST = 27.0
 _LEAST_LINEAR = 15.0
 _PER_OCTAVE = 4  # bins of 0.75 dB
 _OCTAVES = 128  # below 1, and above
-_POOLS: dict[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+_POOLS: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
 class RowPowers(Observer):
