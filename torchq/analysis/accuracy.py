@@ -172,10 +172,10 @@ def compare(prepared: nn.Module, qmodel: nn.Module, data: Iterable[Inputs]) -> A
     kept: dict[str, list[object]] = {}  # of each call
     noises: dict[str, Noise] = {}
 
-    def keep(name: str, module: nn.Module, args: object, dst: Any) -> None:
+    def keep(name: str, module: nn.Module, args: object, dst: object) -> None:
         kept.setdefault(name, []).append(_first(dst))
 
-    def against(name: str, module: nn.Module, args: object, dst: Any) -> None:
+    def against(name: str, module: nn.Module, args: object, dst: object) -> None:
         expected, dst = kept[name].pop(0) if kept.get(name) else None, _first(dst)
         if isinstance(dst, Tensor) and isinstance(expected, Tensor):
             noise = noises.get(name, Noise())
@@ -203,7 +203,7 @@ def compare(prepared: nn.Module, qmodel: nn.Module, data: Iterable[Inputs]) -> A
     return Accuracy(output.decibels, tuple(layers))
 
 
-def _first(dst: Any) -> object:
+def _first(dst: object) -> object:
     """Return the first of several results: of a recurrent module, its output."""
     while isinstance(dst, tuple):
         dst = dst[0]

@@ -7,7 +7,6 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from glob import escape
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -154,7 +153,7 @@ class _Measure:
         self.overrides = {name: own and _without_tables(own) for name, own in overrides.items()}
         self.trials = Trials(model, example_inputs, self.config, self.overrides)
         self.rows = self.trials.computing()
-        self.chosen: list[tuple[Inputs, Any]] = []  # batches, and results of the float model
+        self.chosen: list[tuple[Inputs, object]] = []  # batches, and results of the float model
 
     def run(self, progress: bool | None) -> Sensitivities:
         """Return the entries."""
@@ -199,7 +198,7 @@ class _Measure:
             results = [(expected, call(quantized, batch)) for batch, expected in self.chosen]
         return noise_of(pair for pair in pairs_of(*map(list, zip(*results, strict=True))))
 
-    def _choose(self, trials: int) -> list[tuple[Inputs, Any]]:
+    def _choose(self, trials: int) -> list[tuple[Inputs, object]]:
         """Return the batches to measure on, with what the float model gives of them."""
         count = max(_CALLS * len(self.data) // max(trials, 1), _FEWEST)
         with as_before(self.model), torch.inference_mode():
@@ -294,7 +293,7 @@ class Trials:
         names = (name for plan in trial.plans for name in _computing(plan))
         return row.is_matmul or row.name in names
 
-    def calibrate(self, data: Iterable[Any]) -> None:
+    def calibrate(self, data: Iterable[Inputs]) -> None:
         """Calibrate all trials, and convert the whole."""
         calibrate(self.prepared, data, progress=False)
         self.whole = converted_model(self.prepared, strict=False, weights=self._weights)
@@ -339,7 +338,7 @@ class Trials:
         for name, leaf in self.prepared.named_modules():
             known = isinstance(leaf, (ObservedLeaf, *SELF_CONTAINED))
             if name and known and resolve(trial.overrides, name, self.config) is None:
-                module: Any = leaf.module
+                module = leaf.module
                 if (made := self.whole.get_submodule(name)) is not module:
                     yield made, take_hooks(module, leaf)
 

@@ -13,11 +13,13 @@ import keyword
 import operator
 import re
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor
+from torch.fx.node import Argument, Target
 from torch.utils import _pytree as pytree
 
 from torchq.capture.einsum import as_product
@@ -70,7 +72,7 @@ class _Plain:
 
     def run(self) -> Captured:
         inputs = iter(self.exported.tensors)
-        self._region(self.program.graph, self.program.graph_module, inputs, None)
+        self._region(self.program.graph_module, inputs, inside=False)
         remove_unused(self.graph)
         self._name_leaves()
         return Captured(self.graph, self.model)
@@ -109,27 +111,28 @@ class _Plain:
 
     # Nodes
 
-    def _region(self, source: fx.Graph, module: nn.Module, tensors: Any, given: Any) -> Any:
+    def _region(self, module: fx.GraphModule, given: Iterator[Any], inside: bool = True) -> object:
         """Write the nodes of a graph, or of a region inside; return what it gives."""
+        source = module.graph
         kinds = {s.arg.name: s for s in self.program.graph_signature.input_specs}
         last = {read: node for node in source.nodes for read in node.all_input_nodes}
         for node in source.nodes:
             if node.op == "placeholder":
-                if given is not None:
+                if inside:
                     self.env[node] = next(given)
                 elif kinds[node.name].kind.name == "USER_INPUT":
-                    self.env[node] = self._input(node, next(tensors))
+                    self.env[node] = self._input(node, next(given))
                 else:
                     self.env[node] = self._held(kinds[node.name].target)
             elif node.op == "get_attr":
                 self.env[node] = self._attribute(str(node.target), module)
             elif node.op == "output":
-                if given is not None:
+                if inside:
                     return fx.map_arg(node.args[0], self.env.__getitem__)
                 self._output(node)
             else:
                 self._call(node)
-            if given is None:
+            if not inside:
                 fx.map_arg(self.env.get(node), lambda made: self.holders.update([made]))
                 self._forget([read for read in node.all_input_nodes if last[read] is node])
         return None
@@ -196,8 +199,7 @@ class _Plain:
         made.meta.update(scope="", varying=True, static=False, positional=False)
 
     def _call(self, node: fx.Node) -> None:
-        target: Any = node.target
-        name = base_name(target)
+        target, name = node.target, base_name(node.target)
         in_place = name.endswith("_") and not name.endswith("__")
         call = functional(target) if in_place else None
         args: Any = fx.node.map_aggregate(node.args, self._known)
@@ -206,7 +208,7 @@ class _Plain:
             args = (self._without_empty(args[0]), *args[1:])
         if name in _REGIONS:
             at = next(i for i, arg in enumerate(args) if isinstance(arg, fx.GraphModule))
-            self.env[node] = self._region(args[at].graph, args[at], None, iter(args[at + 1 :]))
+            self.env[node] = self._region(args[at], iter(args[at + 1 :]))
         elif name in _DROPPED:
             return
         elif (source := passed_on(node, args)) is not None:
@@ -214,12 +216,11 @@ class _Plain:
         elif target is operator.getitem and isinstance(args[0], tuple | list):
             self.env[node] = args[0][args[1]]
         elif name == "recurrent":
-            self.env[node] = self._recurrent(node, args)
-        elif name == "fake_quantize" and target.namespace == "torchq_capture":
+            self.env[node] = self._recurrent(node, *args[:3])
+        elif name == "fake_quantize" and getattr(target, "namespace", "") == "torchq_capture":
             self.env[node] = self._module(node, args[1], args[:1])
-        elif getattr(target, "namespace", "") == "torchq_capture":  # in the place of ATen's
-            overload = target._overloadname
-            call = getattr(getattr(_ATEN, name), overload)
+        elif isinstance(target, torch._ops.OpOverload) and target.namespace == "torchq_capture":
+            call = getattr(getattr(_ATEN, name), target._overloadname)  # it is in the place of that
             self.env[node] = self._function(node, args, kwargs, call)
         elif name == "baddbmm":
             self.env[node] = self._add_product(node, *args, **kwargs)
@@ -230,7 +231,7 @@ class _Plain:
             value, gate = (self._item(node, halves, i) for i in range(2))
             gate = self._function(node, (gate,), {}, _ATEN.sigmoid.default)
             self.env[node] = self._function(node, (value, gate), {}, _ATEN.mul.Tensor)
-        elif name == "einsum" and (product := self._einsum(node, *args)) is not None:
+        elif name == "einsum" and (product := self._einsum(node, *args[:2])) is not None:
             self.env[node] = product
         elif name == "_native_batch_norm_legit_no_training":
             src, weight, bias, mean, var, momentum, eps = args
@@ -240,10 +241,12 @@ class _Plain:
         else:
             self.env[node] = self._function(node, args, kwargs, call)
 
-    def _known(self, value: Any) -> Any:
+    def _known(self, value: Argument) -> Argument:
         return self.env[value] if isinstance(value, fx.Node) else value
 
-    def _function(self, node: fx.Node, args: Any, kwargs: Any, call: Any = None) -> fx.Node:
+    def _function(
+        self, node: fx.Node, args: Any, kwargs: Any, call: Target | None = None
+    ) -> fx.Node:
         """Write a call, of ``node`` or another one in its place."""
         call = call or node.target
         op, target, args, kwargs = as_torch_call(call, args, kwargs)
@@ -266,10 +269,11 @@ class _Plain:
         return self._noted(made, node, varying=varying, static=static, positional=positional)
 
     def _add_product(
-        self, node: fx.Node, added: Any, first: Any, second: Any, *, beta: Any = 1, alpha: Any = 1
+        self, node: fx.Node, *terms: Argument, beta: Argument = 1, alpha: Argument = 1
     ) -> fx.Node:
         """Write ``beta * added + alpha * first @ second``."""
-        product = self._function(node, (first, second), {}, _ATEN.bmm.default)
+        added, *factors = terms
+        product = self._function(node, factors, {}, _ATEN.bmm.default)
         if alpha != 1:
             product = self._function(node, (product, alpha), {}, _ATEN.mul.Scalar)
         if beta == 0:
@@ -278,18 +282,18 @@ class _Plain:
             added = self._function(node, (added, beta), {}, _ATEN.mul.Scalar)
         return self._function(node, (product, added), {}, _ATEN.add.Tensor)
 
-    def _without_empty(self, parts: Any) -> Any:
+    def _without_empty(self, parts: Sequence[fx.Node]) -> Sequence[fx.Node]:
         """Leave out ``torch.tensor([])``, which a cache of keys begins with: cat ignores it."""
         full = [p for p in parts if p.meta["varying"] or self.values[p].shape != (0,)]
         alike = len({self.values[part].dtype for part in parts}) == 1
         return full if full and alike else parts
 
-    def _einsum(self, node: fx.Node, equation: str, operands: Any, path: Any = None) -> Any:
+    def _einsum(self, node: fx.Node, equation: str, operands: list[fx.Node]) -> fx.Node | None:
         """Write an einsum as the matrix product that it is; None where it is none."""
         given: Any = node.args[1]
         fakes = {made: one.meta.get("val") for made, one in zip(operands, given, strict=True)}
 
-        def emit(call: Any, *args: Any) -> fx.Node:
+        def emit(call: Callable[..., object], *args: Argument) -> fx.Node:
             made = self._function(node, args, {}, call)
             fakes[made] = _fake(call, fx.map_arg(args, fakes.get))
             shape = getattr(fakes[made], "shape", None)
@@ -305,10 +309,9 @@ class _Plain:
         whole = value.untyped_storage().nbytes() == value.numel() * value.itemsize
         return bool(value.is_contiguous() and whole)
 
-    def _recurrent(self, node: fx.Node, args: Any) -> list[fx.Node]:
+    def _recurrent(self, node: fx.Node, srcs: list[fx.Node], name: str, kind: str) -> list[fx.Node]:
         """Return the call of a recurrent module, and its results one by one."""
-        srcs, name, kind = args[0], args[1], args[2]
-        states = [tuple(srcs[1:])] if "LSTM" in kind and srcs[1:] else srcs[1:]
+        states: Sequence[Argument] = [tuple(srcs[1:])] if "LSTM" in kind and srcs[1:] else srcs[1:]
         made = self._module(node, name, (srcs[0], *states))
         part = functools.partial(self._item, node)
         if kind == "LSTM":
@@ -318,7 +321,7 @@ class _Plain:
             return [made]
         return [part(made, 0), part(made, 1)]
 
-    def _module(self, node: fx.Node, name: str, args: Any) -> fx.Node:
+    def _module(self, node: fx.Node, name: str, args: tuple[Argument, ...]) -> fx.Node:
         """Return the call of a module that is one call in the program, too."""
         if is_reserved(name):
             raise CaptureError(f"torch.fx has another meaning for the name '{name}'")
@@ -338,7 +341,7 @@ class _Plain:
 
     # What is known of them
 
-    def _computed(self, made: fx.Node) -> Any:
+    def _computed(self, made: fx.Node) -> object:
         args, kwargs = fx.node.map_arg((made.args, made.kwargs), self.values.__getitem__)
         if made.op == "call_module":
             return self.modules[str(made.target)](*args, **kwargs)
@@ -398,9 +401,8 @@ def _argument_names(exported: Exported, model: nn.Module) -> list[str]:
     positional = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
     found: list[str] = []
     for i, argument in enumerate(exported.arguments):
-        path: Any = leaves[argument.index][0]
-        source, first, *rest = path
-        names = dict(enumerate(positional)) if source.idx == 0 else {}
+        source, first, *rest = leaves[argument.index][0]
+        names = dict(enumerate(positional)) if source == pytree.SequenceKey(0) else {}
         name = names.get(getattr(first, "idx", -1)) or str(getattr(first, "key", f"tensors_{i}"))
         name = "_".join([name, *(str(getattr(k, "idx", getattr(k, "key", i))) for k in rest)])
         fine = name.isidentifier() and name not in found and not keyword.iskeyword(name)
@@ -408,7 +410,7 @@ def _argument_names(exported: Exported, model: nn.Module) -> list[str]:
     return found
 
 
-def _fake(call: Any, args: Any) -> Any:
+def _fake(call: Callable[..., object], args: Sequence[object]) -> object:
     """Return what a call gives for tensors without values; None where one is not known."""
     mode = next((arg.fake_mode for arg in args if isinstance(arg, FakeTensor)), None)
     if mode is None or mode.shape_env is None or any(arg is None for arg in args):

@@ -30,14 +30,14 @@ class Accepted(Protocol):
 
     arguments: list[Argument]
     guards: list[Condition]
-    values: dict[str, Any]
-    neutral: dict[str, list[Any]]
+    values: dict[str, object]
+    neutral: dict[str, list[object]]
 
     @property
     def signature(self) -> inspect.Signature:
         """That of the module's forward, with self."""
 
-    def options(self, name: str, value: Any) -> Any:
+    def options(self, name: str, value: object) -> object:
         """Return keywords without neutral ones, if ``name`` is ``**kwargs``; else the value."""
 
     def kind(self, name: str) -> object:
@@ -55,7 +55,7 @@ def chooser(example: Accepted) -> Callable[..., tuple[Tensor, ...] | None]:
 def _source(example: Accepted) -> tuple[str, dict[str, Any]]:
     """Return the source of the function, and what the source refers to."""
     # with underscores: a parameter may be named s1 or max
-    names: dict[str, Any] = {
+    names: dict[str, object] = {
         **NAMES,
         "_Tensor": Tensor,
         "_len": len,
@@ -99,7 +99,7 @@ def _source(example: Accepted) -> tuple[str, dict[str, Any]]:
     ), names
 
 
-def _parameters(example: Accepted, names: dict[str, Any]) -> str:
+def _parameters(example: Accepted, names: dict[str, object]) -> str:
     """Return the parameters of the module's forward, whose defaults are ``names`` then."""
     head = []
     parameters = list(example.signature.parameters.values())[1:]
@@ -115,7 +115,7 @@ def _parameters(example: Accepted, names: dict[str, Any]) -> str:
     return ", ".join(head)
 
 
-def _on_tensors(example: Accepted, texts: list[str], names: dict[str, Any]) -> list[str]:
+def _on_tensors(example: Accepted, texts: list[str], names: dict[str, object]) -> list[str]:
     """Conditions on class, shape and dtype of the tensors ``texts``, and torch's guards.
 
     Whole shapes that are equal in every call are compared at once: reading one size takes as long.

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torchq.capture import size_ranges
 from torchq.capture.terms import FUNCTIONS, Call, Size, Term, computed, parse, parts, text_of
@@ -64,10 +63,10 @@ class Condition:
         """Return it for a reader: ``images.shape[2] is at least 3``."""
         return size_ranges.words(self.term, label)
 
-    def recorded(self, size: Callable[[Size], Any], call: Callable[[str, list[Any]], Any]) -> Any:
+    def recorded(self, size: Callable[[Size], object], call: Callable[..., object]) -> object:
         """Return what ``size`` and ``call`` make of its parts, from the inside out."""
 
-        def of(term: Term) -> Any:
+        def of(term: Term) -> object:
             if isinstance(term, Call):
                 return call(term.name, [of(operand) for operand in term.operands])
             return size(term) if isinstance(term, Size) else term

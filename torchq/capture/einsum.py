@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -90,7 +89,7 @@ class _Product:
             return x
         return self.emit(_ATEN.flatten.using_ints, x, start, start + count - 1)
 
-    def _split(self, x: fx.Node, dim: int, sizes: list[Any]) -> fx.Node:
+    def _split(self, x: fx.Node, dim: int, sizes: Sequence[object]) -> fx.Node:
         """Undo :meth:`_one`."""
         if not sizes:
             return self.emit(_ATEN.squeeze.dim, x, dim)

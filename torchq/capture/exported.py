@@ -32,10 +32,11 @@ from torchq.capture.condition import Condition
 from torchq.capture.likeness import Argument
 from torchq.capture.module_kinds import MATMUL
 from torchq.capture.one_call import FakeFunctions, as_fake_calls, as_one_call
+from torchq.capture.rewrites import base_name
 from torchq.capture.terms import Size
 from torchq.models.inputs import float_tensors
 from torchq.models.state import changed, same_numbers, state_of, twin
-from torchq.models.trees import copied, opened
+from torchq.models.trees import Args, Call, Kwargs, copied, opened
 
 _LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 _SIZE = re.compile(r"L\['(?:tensors'|args'\]\[0)\]\[(\d+)\]\.size\(\)")
@@ -65,12 +66,12 @@ class Exported:
     """
 
     program: ExportedProgram
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
     arguments: list[Argument]
     guards: list[Condition] = field(default_factory=list)
     lines: dict[Size, str] = field(default_factory=dict)
-    neutral: dict[str, list[Any]] = field(default_factory=dict)
+    neutral: dict[str, list[object]] = field(default_factory=dict)
     results: list[Tensor] | None = None
 
     @property
@@ -79,7 +80,7 @@ class Exported:
         leaves = pytree.tree_leaves(opened((self.args, self.kwargs)))
         return [leaves[argument.index] for argument in self.arguments]
 
-    def call(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def call(self, tensors: Sequence[Tensor]) -> Call:
         """Return the arguments of the example with other tensors."""
         leaves, spec = pytree.tree_flatten(opened((self.args, self.kwargs)))
         for argument, tensor in zip(self.arguments, tensors, strict=True):
@@ -87,7 +88,7 @@ class Exported:
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         return args, kwargs
 
-    def takes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    def takes(self, args: Args, kwargs: Kwargs) -> bool:
         """Return whether the graph takes tensors of these sizes."""
         leaves = pytree.tree_leaves(opened((tuple(args), dict(kwargs))))
         tensors = [leaves[argument.index] for argument in self.arguments]
@@ -100,13 +101,13 @@ class Exported:
 class _Adapter(nn.Module):
     """Takes tensors alone: everything else in a call is bound here."""
 
-    def __init__(self, module: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec) -> None:
+    def __init__(self, module: nn.Module, leaves: Sequence[object], spec: pytree.TreeSpec) -> None:
         super().__init__()
         self.module, self.spec = module, spec
         self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
-    def forward(self, *tensors: Tensor) -> Any:
+    def forward(self, *tensors: Tensor) -> object:
         leaves = list(self.constants)
         for position, tensor in zip(self.positions, tensors, strict=True):
             leaves[position] = tensor
@@ -118,9 +119,7 @@ PREFIX = "module."
 """Begins the names of the module's own parameters in a captured program."""
 
 
-def export(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], widen: bool = True
-) -> Exported:
+def export(module: nn.Module, args: Args, kwargs: Kwargs, widen: bool = True) -> Exported:
     """Capture ``module(*args, **kwargs)``; the module itself is not changed.
 
     ``widen`` gives an example with a batch of one a batch of two, so that the batch is dynamic.
@@ -131,16 +130,16 @@ def export(
     if why := _why_not(module, args, kwargs) or _why_unknown("takes", opened((args, kwargs))):
         raise CaptureError(why)
     # contiguous, since other strides would become guards
-    args, kwargs = _mapped(lambda t: t.detach().clone().contiguous(), (tuple(args), dict(kwargs)))
-    module, fakes, results = _warm(module, args, kwargs)
-    wider = _widened(module, args, kwargs) if widen else None
+    call = _mapped(lambda t: t.detach().clone().contiguous(), (tuple(args), dict(kwargs)))
+    module, fakes, results = _warm(module, call)
+    wider = _widened(module, call) if widen else None
     if wider is not None:
         with contextlib.suppress(CaptureError):
-            return _export(module, *wider[:2], fakes, None if results is None else wider[2])
-    return _export(module, args, kwargs, fakes, results)
+            return _export(module, wider[0], fakes, None if results is None else wider[1])
+    return _export(module, call, fakes, results)
 
 
-def _why_not(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def _why_not(module: nn.Module, args: Args, kwargs: Kwargs) -> str:
     """Return why a graph cannot stand for calls of the module's ``forward``, or ""."""
     own = type(module).__call__ is not nn.Module.__call__ and not isinstance(module, fx.GraphModule)
     if own or "forward" in vars(module):
@@ -162,7 +161,7 @@ def _is_users(hook: object) -> bool:
     return not module.startswith(("torch.", "transformers.", "torchq.qat."))
 
 
-def _why_unknown(does: str, values: Any) -> str:
+def _why_unknown(does: str, values: object) -> str:
     """Return why a graph cannot take or return such values, or ""."""
     for leaf in pytree.tree_leaves(values):
         kind = type(leaf).__name__
@@ -180,12 +179,13 @@ def _is_constant(leaf: object) -> bool:
     return isinstance(leaf, kinds)
 
 
-def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return the same with other tensors."""
-    return pytree.tree_map_only(Tensor, function, opened(value))
+def _mapped(function: Callable[[Tensor], Tensor], call: Call) -> Call:
+    """Return the same call with other tensors."""
+    args, kwargs = pytree.tree_map_only(Tensor, function, opened(call))
+    return args, kwargs
 
 
-def _warm(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, bool, list[Tensor] | None]:
+def _warm(module: nn.Module, call: Call) -> tuple[nn.Module, bool, list[Tensor] | None]:
     """Return the module, or a copy that keeps what its first call has worked out for the sizes.
 
     The second result tells whether its code calls ``torch.fake_quantize_*``. The third one has the
@@ -195,7 +195,7 @@ def _warm(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, bool, l
         CaptureError: each call changes what it keeps, the values of the first one decide, the code
             changes what its arguments hold, or it returns what no graph holds.
     """
-    warm, again, given = twin(module), twin(module), copied(args, kwargs)
+    warm, again, given = twin(module), twin(module), copied(*call)
     before, (leaves, spec) = state_of(warm), pytree.tree_flatten(opened(given))
     with torch.no_grad(), same_numbers(), FakeFunctions(replace=False) as functions:
         result = warm(*given[0], **given[1])
@@ -208,9 +208,9 @@ def _warm(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, bool, l
     if not changed(before, first):
         return module, functions.seen, float_tensors(result)
     with torch.no_grad(), contextlib.suppress(Exception):  # of values that the code refuses
-        given = copied(args, kwargs)
+        given = copied(*call)
         warm(*given[0], **given[1])
-        args, kwargs = _mapped(_other_values, (args, kwargs))
+        args, kwargs = _mapped(_other_values, call)
         again(*args, **kwargs)
     found = changed(first, state_of(warm)) or changed(first, state_of(again))
     for name, keys in found.items():
@@ -223,12 +223,12 @@ def _other_values(tensor: Tensor) -> Tensor:
     return tensor / 2 if tensor.is_floating_point() else tensor.flip(0) if tensor.dim() else tensor
 
 
-def _widened(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any, list[Tensor]] | None:
+def _widened(module: nn.Module, call: Call) -> tuple[Call, list[Tensor]] | None:
     """Return the example with a batch of two, if its batch is one, and its float results.
 
     torch.export takes a size of one for a constant. None if the module does not take two.
     """
-    leaves = pytree.tree_leaves(opened((args, kwargs)))
+    leaves = pytree.tree_leaves(opened(call))
     tensors = [t for t in leaves if isinstance(t, Tensor) and t.dim()]
     if not tensors or any(t.shape[0] != 1 for t in tensors):
         return None
@@ -236,7 +236,7 @@ def _widened(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any, list[
     def twice(t: Tensor) -> Tensor:
         return torch.cat([t, t]) if t.dim() else t
 
-    wide = _mapped(twice, (args, kwargs))
+    wide = _mapped(twice, call)
     given = copied(*wide)
     with torch.no_grad(), same_numbers():
         try:
@@ -245,13 +245,11 @@ def _widened(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any, list[
             return None
     found = [t for t in pytree.tree_leaves(results) if isinstance(t, Tensor)]
     takes_two = any(t.dim() and t.shape[0] == 2 for t in found)
-    return (*wide, float_tensors(results)) if takes_two else None
+    return (wide, float_tensors(results)) if takes_two else None
 
 
-def _export(
-    module: nn.Module, args: Any, kwargs: Any, fakes: bool, results: list[Tensor] | None
-) -> Exported:
-    leaves, spec = pytree.tree_flatten(opened((args, kwargs)))
+def _export(module: nn.Module, call: Call, fakes: bool, results: list[Tensor] | None) -> Exported:
+    leaves, spec = pytree.tree_flatten(opened(call))
     adapter = _Adapter(as_fake_calls(as_one_call(twin(module))), leaves, spec).eval()
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
     if not tensors:
@@ -274,10 +272,8 @@ def _export(
     kinds = {spec.kind.name for spec in program.graph_signature.output_specs}
     if mutated := kinds.intersection(_MUTATIONS):
         raise CaptureError(f"its code writes to its arguments or buffers ({mutated.pop()})")
-    positions = adapter.positions
-    arguments = _arguments(program, positions, leaves)
-    guards = _guards(program)
-    exported = Exported(program, args, kwargs, arguments, guards, lines, results=results)
+    arguments = _arguments(program, dict(zip(adapter.positions, tensors, strict=True)))
+    exported = Exported(program, *call, arguments, _guards(program), lines, results=results)
     if failed := [guard for guard in exported.guards if not guard.holds(shapes_of(tensors))]:
         raise CaptureError(f"a guard of torch.export cannot be checked: {failed[0]}")
     return exported
@@ -346,13 +342,13 @@ def _first(error: Exception) -> str:
     return f"torch.export does not capture it: {text[:300]}"
 
 
-def _arguments(program: ExportedProgram, positions: list[int], leaves: list[Any]) -> list[Argument]:
+def _arguments(program: ExportedProgram, tensors: Mapping[int, Tensor]) -> list[Argument]:
     names = [s.arg.name for s in program.graph_signature.input_specs if s.kind.name == "USER_INPUT"]
     values = {n.name: n.meta.get("val") for n in program.graph.find_nodes(op="placeholder")}
     result = []
-    for position, name in zip(positions, names, strict=True):
+    for (position, tensor), name in zip(tensors.items(), names, strict=True):
         shape = tuple(size if isinstance(size, int) else None for size in values[name].shape)
-        result.append(Argument(position, leaves[position].dtype, shape))
+        result.append(Argument(position, tensor.dtype, shape))
     return result
 
 
@@ -409,14 +405,14 @@ def needs_functions(program: ExportedProgram) -> bool:
     return False
 
 
-def functional(target: Any) -> Any:
+def functional(target: object) -> torch._ops.OpOverload | None:
     """Return the call that makes a new tensor: ``add.Tensor`` for ``add_.Tensor``; else None."""
-    name = target._schema.name.partition("::")[2]
+    name = base_name(target)
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None) if name[-1] == "_" else None
-    return getattr(packet, target._overloadname, None)
+    return getattr(packet, getattr(target, "_overloadname", ""), None)
 
 
-def _is_mutable(target: Any) -> bool:
+def _is_mutable(target: object) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -28,7 +27,7 @@ class Meta:
     is_number: bool = False
 
     @classmethod
-    def of(cls, value: Any) -> Meta:
+    def of(cls, value: object) -> Meta:
         """Return the facts about a value."""
         if isinstance(value, Tensor):
             return cls(tuple(value.shape), value.dtype)

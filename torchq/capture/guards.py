@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -17,7 +17,10 @@ from torchq.capture.condition import Condition, by_size
 from torchq.capture.exported import Exported
 from torchq.capture.likeness import Argument, equal, is_neutral, is_tensor, tensors_of, without
 from torchq.capture.terms import Size
-from torchq.models.trees import opened
+from torchq.models.trees import Args, Kwargs, opened
+
+_Dict = dict[object, object]
+_Shapes = dict[int, torch.Size]
 
 
 @dataclass
@@ -38,11 +41,11 @@ class Example:
     cls: type[nn.Module]
     arguments: list[Argument]
     guards: list[Condition]
-    values: dict[str, Any]
-    structure: Any
+    values: dict[str, object]
+    structure: pytree.TreeSpec | None
     limits: list[Condition] = field(default_factory=list)
     lines: dict[Size, str] = field(default_factory=dict)
-    neutral: dict[str, list[Any]] = field(default_factory=dict)
+    neutral: dict[str, list[object]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, module: nn.Module, exported: Exported, limits: list[Condition]) -> Example:
@@ -68,16 +71,17 @@ class Example:
         """That of the module's forward, with self."""
         return inspect.signature(self.cls.forward)
 
-    def options(self, name: str, value: Any) -> Any:
+    def options(self, name: str, value: object) -> object:
         """Return keywords without neutral ones, if ``name`` is ``**kwargs``; else the value."""
-        keywords = self.kind(name) is inspect.Parameter.VAR_KEYWORD
-        return without(self.neutral, value) if keywords else value
+        if self.kind(name) is inspect.Parameter.VAR_KEYWORD and isinstance(value, dict):
+            return without(self.neutral, value)
+        return value
 
     def kind(self, name: str) -> object:
         """Return the kind of a parameter."""
         return self.signature.parameters[name].kind
 
-    def restore(self) -> Callable[[Any], Any]:
+    def restore(self) -> Callable[[object], object]:
         """Return the function that gives results the structure that the module gives them."""
         spec = self.structure
         if spec is None:
@@ -108,14 +112,14 @@ class Example:
         ]
         return [*tensors, *others, *dict.fromkeys(sizes)]
 
-    def why(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    def why(self, args: Args, kwargs: Kwargs) -> str:
         """Return what of a call does not meet the guards."""
         try:
             bound = self.signature.bind(None, *args, **kwargs)
         except TypeError as error:
             return str(error)
         bound.apply_defaults()
-        shapes: dict[int, Any] = {}
+        shapes: _Shapes = {}
         for name, value in list(bound.arguments.items())[1:]:
             if is_neutral(self.neutral, name, value):
                 continue
@@ -131,7 +135,7 @@ class Example:
                 return f"the graph takes calls where {wanted}, but {got}{line}"
         return "its arguments are of other kinds than those of the example inputs"
 
-    def why_array(self, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
+    def why_array(self, args: Args, kwargs: Kwargs) -> str:
         """Return the mistake where a call gave an array in place of a tensor, or ""."""
         try:
             bound = self.signature.bind(None, *args, **kwargs)
@@ -145,7 +149,7 @@ class Example:
                 )
         return ""
 
-    def _why_other(self, name: str, expected: Any, value: Any, shapes: dict[int, Any]) -> str:
+    def _why_other(self, name: str, expected: object, value: object, shapes: _Shapes) -> str:
         if not isinstance(expected, Argument):
             return self._why_constant(name, expected, value, shapes)
         if type(value) is not Tensor and not is_tensor(value):
@@ -166,12 +170,12 @@ class Example:
         line = next((self.lines[size] for size in sizes if size in self.lines), "")
         return f"; {line} fixes this size" if line else ""
 
-    def _why_constant(self, name: str, expected: Any, value: Any, shapes: dict[int, Any]) -> str:
+    def _why_constant(self, name: str, expected: object, value: object, shapes: _Shapes) -> str:
         before, structure = pytree.tree_flatten(opened(expected))
         if not any(isinstance(leaf, Argument) for leaf in before):
             if equal(value, expected):
                 return ""
-            if type(value) is type(expected) is dict:
+            if type(value) is dict and type(expected) is dict:
                 return self._why_entry(name, expected, value)
             return f"its argument '{name}' is {_brief(value)}, not {_brief(expected)}"
         leaves, spec = pytree.tree_flatten(opened(value))
@@ -180,7 +184,7 @@ class Example:
         pairs = zip(before, leaves, strict=True)
         return next((r for a, b in pairs if (r := self._why_other(name, a, b, shapes))), "")
 
-    def _why_entry(self, name: str, expected: dict[Any, Any], value: dict[Any, Any]) -> str:
+    def _why_entry(self, name: str, expected: _Dict, value: _Dict) -> str:
         """Return which entry of a dict, such as that of ``**kwargs``, is not the example's."""
         keys = [k for k in value if k not in expected or not equal(value[k], expected[k])]
         key = (keys or [k for k in expected if k not in value])[0]
@@ -205,7 +209,7 @@ class Example:
         return [found[argument] for argument in self.arguments]
 
 
-def _is_plain(spec: Any) -> bool:
+def _is_plain(spec: pytree.TreeSpec) -> bool:
     """Return whether results are tuples, lists and dicts of tensors, as graphs give them."""
     if spec.is_leaf():
         return True
@@ -217,11 +221,11 @@ def _label(labels: list[str]) -> Callable[[Size], str]:
     return lambda size: f"{labels[size.tensor]}.shape[{size.dim}]"
 
 
-def _sizes(shape: Sequence[Any]) -> str:
+def _sizes(shape: Sequence[object]) -> str:
     return f"[{', '.join('any' if size is None else str(size) for size in shape)}]"
 
 
-def _brief(value: Any) -> str:
+def _brief(value: object) -> str:
     if isinstance(value, Tensor):
         kind = "tensor" if type(value) is Tensor else type(value).__name__
         return f"a {kind} of {value.dtype}"

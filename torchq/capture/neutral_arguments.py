@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +13,11 @@ from torch.utils import _pytree as pytree
 
 from torchq.capture.exported import Exported
 from torchq.models.state import same_numbers, twin
-from torchq.models.trees import copied
+from torchq.models.trees import Args, Kwargs, copied
 
 _OPTIONS = {"output_attentions": False, "output_hidden_states": False, "return_dict": True}
 """Options of models of transformers. ``generate`` gives them to the encoder in each call."""
+_Flat = tuple[list[object], pytree.TreeSpec]
 
 
 def neutral_options(
@@ -58,14 +58,14 @@ def neutral_options(
     return {}
 
 
-def _result(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _result(module: nn.Module, args: Args, kwargs: Kwargs) -> _Flat:
     args, kwargs = copied(args, kwargs)
     with torch.no_grad(), same_numbers():
         return pytree.tree_flatten(twin(module)(*args, **kwargs))
 
 
-def _is_same(first: Any, second: Any) -> bool:
-    """Return whether flattened results have the same structure and the same values."""
+def _is_same(first: _Flat, second: _Flat) -> bool:
+    """Return whether results have the same structure and the same values."""
     (leaves, spec), (others, structure) = first, second
     return bool(spec == structure) and all(
         torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import Argument
 
 from torchq.attributes.arguments import FLOATS
 from torchq.attributes.post_ops import PostOps
@@ -43,7 +44,7 @@ class Split(NamedTuple):
     mask: fx.Node
 
 
-Step: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
+Step: TypeAlias = tuple[Callable[..., object], tuple[Argument | Split, ...]]
 """A function of scores, and its arguments: None for the scores, nodes, numbers, a Split."""
 _OF_STRIDES = ("as_strided", "as_strided_copy", "as_strided_scatter", "view_as_complex")
 
@@ -82,10 +83,10 @@ class Recognized:
     affine: tuple[Tensor, Tensor] | None = None
     weight_scale: Tensor | None = None
     is_matmul: bool = False
-    size: Any = None
+    size: Argument = None
     steps: tuple[Step, ...] = ()
-    split: Any = None
-    joined: Any = None
+    split: Sequence[Argument] | None = None
+    joined: Sequence[Argument] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +157,7 @@ class Arguments(dict[str, Any]):
 class Pointwise(nn.Module):
     """A function of each element, with constant arguments beside the tensor."""
 
-    def __init__(self, function: Callable[..., Any], *args: Any, position: int = 0) -> None:
+    def __init__(self, function: Callable[..., object], *args: object, position: int = 0) -> None:
         """Take a ``function`` of torch; the tensor is at ``position``."""
         super().__init__()
         self.function, self.arguments, self.position = function, args, position

@@ -11,10 +11,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import Argument
 
 from torchq.attributes.arguments import as_float32
 from torchq.capture import makers, matmuls
@@ -204,7 +204,7 @@ def arguments_of(node: fx.Node) -> Arguments:
     Values in bfloat16 become float32, in which quantized layers are made.
     """
 
-    def value_of(node: fx.Node) -> Any:
+    def value_of(node: fx.Node) -> Argument:
         value = node.meta.get("constant", node)
         return as_float32(value) if isinstance(value, Tensor) else value
 
@@ -216,7 +216,7 @@ def arguments_of(node: fx.Node) -> Arguments:
     return arguments
 
 
-def _named_arguments(node: fx.Node) -> dict[str, Any]:
+def _named_arguments(node: fx.Node) -> dict[str, Argument]:
     if node.meta.get("aten") is None:
         return {"input": node.args[0], "index": node.args[1]}
     name, _, overload = str(node.meta["aten"]).partition("::")[2].partition(".")

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import BuiltinFunctionType
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import Target
+
+from torchq.models.trees import Args, Kwargs
 
 _RENAMED = {
     "view": "reshape", "view_as": "reshape_as", "_unsafe_view": "reshape", "_to_copy": "to",
@@ -21,34 +24,35 @@ _METHODS = {
     "reshape", "expand", "contiguous", "repeat", "expand_as", "reshape_as", "type_as", "unfold",
     "new_zeros", "new_ones", "new_full", "new_empty", "item",
 }  # fmt: skip
-NUMBERS: dict[Any, Any] = {
+NUMBERS: dict[object, Callable[..., object]] = {
     torch.sym_max: max, torch.sym_min: min, torch.sym_float: float, torch.sym_int: int,
     torch.sym_not: operator.not_,
 }  # fmt: skip
 """Functions of torch for sizes, and those of Python for numbers."""
 _PASSED = {"lift_fresh_copy", "detach", "alias", "lift", "_unsafe_view_copy"}
+_Call = tuple[str, Target, Args, Kwargs]
 
 
-def base_name(target: Any) -> str:
+def base_name(target: object) -> str:
     """Return the name of an ATen call without its overload."""
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.split("::")[1]
     return str(getattr(target, "__name__", target))
 
 
-def full_name(target: Any) -> str | None:
+def full_name(target: object) -> str | None:
     """Return the name of an ATen call as in its schema; None for Python's operators."""
     if not isinstance(target, torch._ops.OpOverload):
         return None
     return f"{target._schema.name}.{target._schema.overload_name}".rstrip(".")
 
 
-def is_random(target: Any) -> bool:
+def is_random(target: object) -> bool:
     """Return whether an ATen call gives other values each time."""
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
-def as_torch_call(target: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
+def as_torch_call(target: Target, args: Args, kwargs: Kwargs) -> _Call:
     """Return kind, target and arguments of the node that makes an ATen call.
 
     Ops keep their overloads: Note [Overloads] in graphs/data.py.
@@ -71,7 +75,7 @@ def as_torch_call(target: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, A
         return "call_method", name, args, kwargs
     name = _RENAMED.get(name, name)
     if name in ("to", "_to_copy"):
-        dtype = kwargs.pop("dtype", None) or next((a for a in args if type(a) is torch.dtype), None)
+        dtype = kwargs.get("dtype") or next((a for a in args if type(a) is torch.dtype), None)
         if dtype is None:
             return "call_method", "contiguous", args[:1], {}
         return "call_method", "to", (args[0], dtype), {}
@@ -99,7 +103,7 @@ def _function_of(name: str) -> Callable[..., object] | None:
     return None
 
 
-def _slice(target: Any, args: tuple[Any, ...]) -> tuple[str, object, object, object]:
+def _slice(target: Target, args: Args) -> _Call:
     """``x[:, start:end]``, which is faster than the call."""
     given = [*args, *(0, None, None, 1)[len(args) - 1 :]]
     src, dim, start, end, step = given
@@ -111,11 +115,11 @@ def _slice(target: Any, args: tuple[Any, ...]) -> tuple[str, object, object, obj
     return "call_function", operator.getitem, (src, (*[slice(None)] * dim, part)), {}
 
 
-def _floats(schema: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _floats(schema: torch.FunctionSchema, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Integers that a schema takes as floats, as floats: TorchScript does not convert them."""
     kinds = {a.name: str(a.type) for a in schema.arguments}
 
-    def as_float(value: Any, kind: str) -> Any:
+    def as_float(value: object, kind: str) -> object:
         if "float" not in kind:
             return value
         if isinstance(value, list | tuple):
@@ -127,7 +131,7 @@ def _floats(schema: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return args, {n: as_float(v, kinds[n]) for n, v in kwargs.items()}
 
 
-def passed_on(node: fx.Node, args: Any) -> Any:
+def passed_on(node: fx.Node, args: Sequence[Any]) -> object:
     """Return the source that a call gives as it is: no copy is left where nobody writes to one."""
     name = base_name(node.target)
     if name == "slice" and len(args) > 3 and args[4:] in ((), (1,)):
@@ -149,7 +153,7 @@ def is_returned(node: fx.Node) -> bool:
     )
 
 
-def _may_be_view(target: Any) -> bool:
+def _may_be_view(target: object) -> bool:
     """Return whether a result may have the memory of an argument, by its schema if it has one."""
     if not isinstance(target, torch._ops.OpOverload):
         return True

@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 _OPERATORS: dict[type[ast.AST], str] = {
     **{ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%"},
@@ -103,7 +103,7 @@ def parts(term: Term) -> Iterator[Term]:
             yield from parts(operand)
 
 
-def computed(term: Term, shapes: Mapping[int, Sequence[int]]) -> Any:
+def computed(term: Term, shapes: Mapping[int, Sequence[int]]) -> object:
     """Return the value of a term for these shapes of the graph's tensors, by their numbers."""
     if isinstance(term, Size):
         return shapes[term.tensor][term.dim]

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import Argument, Target
 
 from torchq.capture.condition import Condition
 from torchq.capture.guards import Example
@@ -30,14 +31,18 @@ class _Tracer(fx.proxy.GraphAppendingTracer):
     def create_node(
         self,
         kind: str,
-        target: Any,
-        args: Any,
-        kwargs: Any,
-        name: Any = None,
-        type_expr: Any = None,
+        target: Target,
+        args: tuple[Argument, ...],
+        kwargs: dict[str, Argument],
+        name: str | None = None,
+        type_expr: object = None,
     ) -> fx.Node:
         """Name the node."""
         return super().create_node(kind, target, args, kwargs, CHECK, type_expr)
+
+    def call(self, function: Callable[..., object], *operands: object) -> fx.Proxy:
+        """Return the result of a function."""
+        return self.create_proxy("call_function", function, operands, {})
 
 
 def add_checks(module: fx.GraphModule, example: Example) -> None:
@@ -72,23 +77,19 @@ def _assert(conditions: list[Any], example: Example, tracer: _Tracer) -> None:
         tracer.create_node("call_function", torch._assert, (every.node, message), {})
 
 
-def _recorded(guard: Condition, tensors: list[Any], tracer: _Tracer) -> list[Any]:
+def _recorded(guard: Condition, tensors: list[fx.Proxy], tracer: _Tracer) -> list[object]:
     """Return the condition as nodes; none where a graph cannot express it."""
 
-    def call(name: str, operands: list[Any]) -> Any:
+    def call(name: str, operands: list[object]) -> object:
         function = _RECORDED.get(name)
         if function is None:
             raise NotImplementedError(name)
         if name in _OF_PAIRS:  # of more: one after the other
-            return reduce(lambda a, b: tracer.create_proxy(*_call(function, a, b)), operands)
+            return reduce(partial(tracer.call, function), operands)
         operands += [False] if name == "not" else []
-        return tracer.create_proxy(*_call(function, *operands))
+        return tracer.call(function, *operands)
 
     try:
         return [guard.recorded(lambda size: tensors[size.tensor].size(size.dim), call)]
     except NotImplementedError:
         return []
-
-
-def _call(function: Callable[..., Any], *operands: Any) -> tuple[Any, ...]:
-    return "call_function", function, operands, {}

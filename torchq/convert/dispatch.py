@@ -13,7 +13,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from torchq.graphs.loading import load_each
 from torchq.graphs.module import QuantizedGraph
 from torchq.models.attached import Attachment, attachment_of
 from torchq.models.hooks import HookWatch, hooks_inside, without_capturing_hooks
-from torchq.models.trees import opened
+from torchq.models.trees import Args, Kwargs, opened
 from torchq.nn.leaf import failing_leaf
 from torchq.nn.packed_proof import with_proof
 from torchq.runtime.library import refuse_onnx_export
@@ -35,6 +35,9 @@ from torchq.runtime.library import refuse_onnx_export
 _KEY = "torchq_graph."
 """Begins the names of a graph's tensors in the state of its module."""
 _PACKED = ("weight", "compensation", "pair_bound")
+_State = dict[str, Tensor]
+_Choose = Callable[..., tuple[Tensor, ...] | None]
+_Arguments = TypeVar("_Arguments")
 
 
 class Dispatch(Attachment):
@@ -61,14 +64,14 @@ class Dispatch(Attachment):
         self._watch: HookWatch | None = None
 
     @property
-    def forward(self) -> Callable[..., Any]:
+    def forward(self) -> Callable[..., object]:
         """The method that calls of the module reach; pickle asks for this name, too."""
         own = type(self.module).forward
         signature = inspect.signature(own)
         choose, choose_traced = self.example.chooser(), self.example.chooser(traced=True)
         restore = self.example.restore()
 
-        def untraced(*args: Any, **kwargs: Any) -> Any:
+        def untraced(*args: object, **kwargs: object) -> tuple[Tensor, ...] | None:
             """Choose as a call that torch.jit.trace does not record."""
             refuse_onnx_export()
             state = _get_tracing_state()
@@ -78,7 +81,7 @@ class Dispatch(Attachment):
             finally:
                 _set_tracing_state(state)
 
-        def forward(self: Dispatch, *args: Any, **kwargs: Any) -> Any:
+        def forward(self: Dispatch, *args: object, **kwargs: object) -> object:
             if is_compiling():
                 return self._compiled(choose_traced, restore, args, kwargs)
             try:
@@ -112,7 +115,7 @@ class Dispatch(Attachment):
         forward.__doc__, forward.__name__ = own.__doc__, "forward"
         return MethodType(forward, self)
 
-    def _run_own(self, args: Any, kwargs: Any) -> Any:
+    def _run_own(self, args: Args, kwargs: Kwargs) -> object:
         """Run the module's own code; hooks that transformers adds in such a call do not stay."""
         watch = self._watch or self._watched()
         before = watch.ids()
@@ -131,8 +134,8 @@ class Dispatch(Attachment):
         return f"{self.name}.{names[leaf]}".lstrip(".") if leaf in names else ""
 
     def _compiled(
-        self, choose: Callable[..., Any], restore: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
+        self, choose: _Choose, restore: Callable[[object], object], args: Args, kwargs: Kwargs
+    ) -> object:
         """Take a call within torch.compile or export; a count would compile each call anew."""
         try:
             found = choose(*args, **kwargs)
@@ -148,7 +151,7 @@ class Dispatch(Attachment):
         self._watch = HookWatch(self.module, self._known)
         return self._watch
 
-    def _why(self, found: Any, args: Any, kwargs: Any) -> str:
+    def _why(self, found: object, args: Args, kwargs: Kwargs) -> str:
         """Return why a call does not take the graph, and what would avoid that."""
         remedy = "Quantize with example inputs that are called so to have a graph of such calls."
         if found is None:
@@ -196,7 +199,7 @@ class Dispatch(Attachment):
 
     # The state of the graph goes with that of the module
 
-    def save(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    def save(self, module: nn.Module, state: _State, prefix: str, metadata: object) -> None:
         """Add the graph's tensors to a state_dict of the module, but for those of its leaves."""
         of_leaf = self._shared()
         for name, value in self.graph.state_dict(keep_vars=True).items():
@@ -215,7 +218,7 @@ class Dispatch(Attachment):
         return {name: leaves[memory(t)] for name, t in graph.items() if memory(t) in leaves}
 
     def load(
-        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool,
+        self, module: nn.Module, state: _State, prefix: str, metadata: Kwargs, strict: bool,
         missing: list[str], unexpected: list[str], errors: list[str],
     ) -> None:  # fmt: skip
         """Take the graph's tensors out of a state that is being loaded."""
@@ -248,7 +251,7 @@ def attach(dispatch: Dispatch) -> None:
     module.register_load_state_dict_pre_hook(dispatch.load)
 
 
-def memory(tensor: Tensor) -> tuple[Any, ...]:
+def memory(tensor: Tensor) -> tuple[object, ...]:
     """Return what tells whether two tensors are the same values in the same memory."""
     address = id(tensor) if tensor.is_meta or tensor.numel() == 0 else tensor.data_ptr()
     return address, tensor.dtype, tensor.shape, tensor.stride()
@@ -277,6 +280,7 @@ def dispatches(model: nn.Module) -> list[Dispatch]:
     return [dispatch for dispatch in found if dispatch is not None]
 
 
-def _widened(arguments: Any) -> Any:
+def _widened(arguments: _Arguments) -> _Arguments:
     """Return the arguments with bfloat16, which autocast makes of float32, as float32."""
-    return tree_map_only(Tensor, as_float32, opened(arguments))
+    widened: _Arguments = tree_map_only(Tensor, as_float32, opened(arguments))
+    return widened

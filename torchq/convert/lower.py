@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import Argument
 
 from torchq.capture.graph import is_reserved
 from torchq.capture.ops import Op, Role, Split, is_resampling, reads_strides
@@ -24,6 +26,8 @@ from torchq.nn.pad import QPad
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
 from torchq.planning.layers import Layer
 from torchq.quantization.qparams import QParams
+
+_Form = Callable[[fx.Node], fx.Node]
 
 
 class Lowering:
@@ -171,7 +175,7 @@ class Lowering:
             return self._with_leading(dst, op.joined)
         return self.graph.call_method("flatten", (dst, 1)) if op.flatten else dst
 
-    def _padding(self, op: Op) -> Any:
+    def _padding(self, op: Op) -> Argument:
         """Numbers or nodes, of a PAD."""
         pad = op.node.args[1] if len(op.node.args) > 1 else op.node.kwargs["pad"]
         return fx.node.map_arg(pad, self.any_of)
@@ -200,7 +204,7 @@ class Lowering:
 
     # Nodes
 
-    def _copy(self, node: fx.Node, form: Any = None) -> fx.Node:
+    def _copy(self, node: fx.Node, form: _Form | None = None) -> fx.Node:
         """Return the node as it is in the float model."""
         form = form or self.float_of
         copied = self.graph.node_copy(node, self._in_order(form) if reads_strides(node) else form)
@@ -215,11 +219,11 @@ class Lowering:
             copied.target = self._float_module(str(node.target))
         return copied
 
-    def _in_order(self, form: Any) -> Any:
+    def _in_order(self, form: _Form) -> _Form:
         """Return a form with the float model's strides: convolutions give channels-last ones."""
 
         def read(node: fx.Node) -> fx.Node:
-            made: fx.Node = form(node)
+            made = form(node)
             if node.meta["value"].shape is None:
                 return made
             return self.graph.call_method("contiguous", (made,))
@@ -234,7 +238,7 @@ class Lowering:
             self.modules[self._names[name]] = self._opaque.get(name, module)
         return self._names[name]
 
-    def call(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> fx.Node:
+    def call(self, name: str, module: nn.Module, *args: Argument, **kwargs: Argument) -> fx.Node:
         """Return the node of a call of a module, under this name or one like it."""
         name = self._free(name)
         self.modules[name] = module
@@ -268,16 +272,16 @@ class Lowering:
             module = quantized(adjusted, self.plan, qparams, self._weights)
         if note := self.settled.notes.get(layer.dst):
             module.with_recipe(note)  # type: ignore[operator]
-        sources, size = self._sources(layer), {}
+        sources, size = self._sources(layer), dict[str, Argument]()
         if layer.op.size is not None and layer.role is Role.MATMUL:
             size["output_padding"] = fx.node.map_arg(layer.op.size, self.any_of)
         made = self._flat(layer.op, self.call(layer.op.name, module, *sources, **size))
         form = self._int8 if self.plan.emits_int8(layer) else self._float
         form[layer.dst] = made if form is self._int8 else self._as_in_model(layer.dst, made)
 
-    def _sources(self, layer: Layer) -> list[Any]:
+    def _sources(self, layer: Layer) -> list[Argument]:
         """Return what the layer's module is called with."""
-        args: list[Any] = [self._src(src) for src in layer.srcs]
+        args: list[Argument] = [self._src(src) for src in layer.srcs]
         if layer.residual is not None:
             as_int8 = self.plan.comes_as_int8(layer.residual)
             residual = (self.int8_of if as_int8 else self.float_of)(layer.residual)
@@ -304,7 +308,7 @@ class Lowering:
         return self.call(f"{layer.op.name}_large", outer, large, residual)
 
     def _dynamic(self, op: Op) -> fx.Node:
-        sources: list[Any] = [self.float_of(src) for src in op.srcs]
+        sources: list[Argument] = [self.float_of(src) for src in op.srcs]
         if isinstance(op.module, Attention):
             sources = self._heads(op, sources) + self._attention_arguments(op)
             dst = self.call(op.name, DynamicQAttention(op.module.options), *sources)
@@ -320,14 +324,14 @@ class Lowering:
             sources += [op.post_ops, operands or None]
         return self.call(op.name, linear, *sources)
 
-    def _attention_arguments(self, op: Op) -> list[Any]:
+    def _attention_arguments(self, op: Op) -> list[Argument]:
         """Return the mask, and the scale where it is known at run time only.
 
         The mask is what the steps in front of the softmax make of 0.
         """
         assert isinstance(op.module, Attention)
-        mask: fx.Node | None = None
-        scale: Any = op.module.options.scale
+        mask: Argument = None
+        scale: Argument = op.module.options.scale
         for function, args in op.steps:
             given = [self._argument(op, arg, mask) for arg in args]
             if function in (operator.mul, operator.truediv):
@@ -343,23 +347,24 @@ class Lowering:
             return [mask, scale]
         return [] if mask is None else [mask]
 
-    def _argument(self, op: Op, arg: Any, mask: fx.Node | None) -> Any:
+    def _argument(self, op: Op, arg: Argument | Split, mask: Argument) -> Argument:
         """Return an argument of a step, for which the mask so far is what its scores are."""
         if arg is None:
             return 0.0 if mask is None else mask
         if isinstance(arg, Split):
+            assert op.split is not None
             return self._with_leading(self.float_of(arg.mask), op.split)
         return self.float_of(arg) if isinstance(arg, fx.Node) else arg
 
-    def _heads(self, op: Op, sources: list[Any]) -> list[Any]:
+    def _heads(self, op: Op, sources: list[Argument]) -> list[Argument]:
         """Return queries, keys and values with the leading sizes that the scores have."""
         if op.split is None:
             return sources
         count = 2 if op.joined is None else 3
-        split = [self._with_leading(src, op.split) for src in sources[:count]]
+        split: list[Argument] = [self._with_leading(src, op.split) for src in sources[:count]]
         return split + sources[count:]
 
-    def _with_leading(self, src: fx.Node, leading: Any) -> fx.Node:
+    def _with_leading(self, src: Argument, leading: Sequence[Argument]) -> fx.Node:
         """Return a reshape to these sizes, and the source's last two."""
         last = [self.graph.call_method("size", (src, dim)) for dim in (-2, -1)]
         sizes = [*fx.node.map_arg(leading, self.any_of), *last]

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,10 +25,8 @@ from torchq.convert.swap.calls import results_of
 from torchq.convert.swap.leaves import equivalent_layer
 from torchq.models.inputs import are_close
 from torchq.models.state import twin
-from torchq.models.trees import copied
+from torchq.models.trees import Args, Call, Kwargs, copied
 from torchq.nn.leaf import without_hooks
-
-Call = tuple[tuple[object, ...], dict[str, object]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +57,7 @@ class Parts:
     reasons: dict[str, str] = field(default_factory=dict)
 
 
-def find_parts(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Parts:
+def find_parts(model: nn.Module, args: Args, kwargs: Kwargs) -> Parts:
     """Capture ``model(*args, **kwargs)``; where that fails, the calls of its parts."""
     parts = Parts()
     if equivalent_layer(model) is not None:  # one layer, which needs no graph
@@ -124,18 +121,18 @@ def _captured(module: nn.Module, call: Call, widen: bool = True) -> tuple[Export
     return exported, captured
 
 
-def _calls(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Call]:
+def _calls(model: nn.Module, args: Args, kwargs: Kwargs) -> dict[int, Call]:
     """Return the first call of each module, by id, in one run of the model."""
     found: dict[int, Call] = {}
     run, twins = twin(model), {}
     for original, other in zip(model.modules(), run.modules(), strict=True):
         twins[other] = id(original)
 
-    def recorded(module: nn.Module) -> Any:
+    def recorded(module: nn.Module) -> Callable[..., object]:
         own = module.forward
 
         @functools.wraps(own)
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: object) -> object:
             if twins[module] not in found:
                 found[twins[module]] = copied(args, kwargs)
             return own(*args, **kwargs)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -98,11 +98,11 @@ def _stand_ins(model: nn.Module) -> dict[int, nn.Parameter]:
 @torch.no_grad()
 def _prepared(
     model: Model,
-    args: Any,
-    kwargs: Any,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
     config: QConfig,
     overrides: Overrides | None,
-    shared: Mapping[int, Any],
+    shared: Mapping[int, object],
     capture: bool,
 ) -> Model:
     float_model = without_observers(plain_copy(model, shared))
@@ -246,7 +246,7 @@ def _converted(prepared: Model, strict: bool, every_leaf: bool, weights: PackedW
     return refusing_conversions(without_gradients(result.eval()))
 
 
-def _units(prepared: nn.Module) -> dict[int, Any]:
+def _units(prepared: nn.Module) -> dict[int, nn.Module]:
     """Return by id of each module that is quantized as one unit: what it becomes."""
     modules = dict(prepared.named_modules())
     units = {name: module for name, module in modules.items() if isinstance(module, SELF_CONTAINED)}
@@ -257,7 +257,7 @@ def _lower(
     graphs: Mapping[Dispatch, Prepared],
     settled: Iterable[Settled],
     weights: PackedWeights,
-    memo: dict[int, Any],
+    memo: dict[int, nn.Module],
 ) -> dict[str, list[Source]]:
     """Put the int8 graphs into ``memo``; return by name of a layer how its calls read sources."""
     sources = defaultdict[str, list[Source]](list)

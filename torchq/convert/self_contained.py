@@ -9,7 +9,6 @@ of times, with any states, and its results may be unpacked, dropped or returned.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from torch import nn
 
@@ -28,7 +27,7 @@ class Deferred(nn.Module):
         super().__init__()
         self.module, self.config = module, config
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Run the float module."""
         return self.module(*args, **kwargs)
 
@@ -37,11 +36,12 @@ class Deferred(nn.Module):
         return QExperts.from_float(self.module, partial(dynamic_from_float, config=self.config))
 
 
+SelfContained = ObservedRNN | ObservedRNNCell | Deferred
 SELF_CONTAINED = (ObservedRNN, ObservedRNNCell, Deferred)
 """What a prepared model has in their places."""
 
 
-def observed(module: nn.Module, config: QConfig, name: str) -> nn.Module:
+def observed(module: nn.Module, config: QConfig, name: str) -> SelfContained:
     """Return what takes the module's place while calibrating."""
     if isinstance(module, nn.RNNBase):
         return ObservedRNN(module, config, name)
@@ -50,7 +50,7 @@ def observed(module: nn.Module, config: QConfig, name: str) -> nn.Module:
     return Deferred(module, config)
 
 
-def converted(module: Any, name: str) -> QModule:
+def converted(module: SelfContained, name: str) -> QModule:
     """Return the quantized form of an observed module.
 
     Raises:
@@ -58,5 +58,4 @@ def converted(module: Any, name: str) -> QModule:
         ValueError: a weight cannot be quantized; the message names the module.
     """
     with naming(name):
-        result: QModule = module.convert()
-    return result
+        return module.convert()

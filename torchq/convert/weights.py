@@ -15,9 +15,11 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torchq.models.trees import Args, Kwargs
 from torchq.nn.float_weight import written
 from torchq.report.rows import Row
 
@@ -71,7 +73,7 @@ class Products(TorchDispatchMode):
         wrote: whether the model was about to write to its parameters.
     """
 
-    def __init__(self, model: nn.Module, inputs: Any, keep: bool) -> None:
+    def __init__(self, model: nn.Module, inputs: object, keep: bool) -> None:
         """``keep``: raise before the first write to the memory of a parameter."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.wrote = False
@@ -85,8 +87,8 @@ class Products(TorchDispatchMode):
         self._varying = {_memory(leaf) for leaf in _tensors(inputs)}
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: OpOverload, types: object, args: Any = (), kwargs: Kwargs | None = None
+    ) -> object:
         """Run a call and count."""
         kwargs = kwargs or {}
         outs = list(written(func, args, kwargs)) if self._kept else []
@@ -97,7 +99,7 @@ class Products(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         inputs, at = list(_tensors((args, kwargs))), _OPERANDS.get(name)
         if at is not None:
-            self._count(name, [args[i] for i in at], result, args)
+            self._count(name, [args[i] for i in at], tree_leaves(result)[0], args)
         chosen = (
             self._names.get(_memory(args[0])) if name in _CHOOSE and args[0].dim() > 2 else None
         )
@@ -111,23 +113,23 @@ class Products(TorchDispatchMode):
                 self._names[key] = chosen or frozenset().union(*origins)
         return result
 
-    def _count(self, name: str, operands: list[Any], result: Any, args: Any) -> None:
+    def _count(self, name: str, operands: list[Tensor], dst: Tensor, args: Args) -> None:
         if not any(_memory(x) in self._varying for x in operands):
             return
         for operand in operands:
             for parameter in self._names.get(_memory(operand), ()):
-                self.macs[parameter] += _macs(name, operands, operand, result, args)
+                self.macs[parameter] += _macs(name, operands, operand, dst, args)
 
 
-def _macs(name: str, operands: list[Tensor], weight: Tensor, result: Any, args: Any) -> int:
+def _macs(name: str, operands: list[Tensor], weight: Tensor, dst: Tensor, args: Args) -> int:
     """Return how often a call multiplies."""
     src = operands[0]
     if name == "convolution":
         transposed = bool(args[6])
-        return (src if transposed else result).numel() * weight[0].numel()
+        return (src if transposed else dst).numel() * weight[0].numel()
     if name in ("_trilinear", "mkldnn_rnn_layer", "_native_multi_head_attention"):
         return weight.numel() * (src.numel() // src.shape[-1])
-    return int(result.numel() * src.shape[-1])
+    return dst.numel() * src.shape[-1]
 
 
 def _memory(tensor: Tensor) -> int:

@@ -62,7 +62,7 @@ def to_onnx(qmodel: nn.Module, path: str | os.PathLike[str], example_inputs: Inp
     write_file("torchq.to_onnx", path, [writer.onnx.model().SerializeToString()])
 
 
-def _call(qmodel: nn.Module, example_inputs: Inputs) -> tuple[QuantizedGraph, Sequence[Tensor]]:
+def _call(qmodel: nn.Module, example_inputs: Inputs) -> tuple[QuantizedGraph, Sequence[object]]:
     """Return the graph that takes such a call, and its tensors."""
     args, kwargs = split_inputs(example_inputs)
     if isinstance(qmodel, QuantizedGraph):

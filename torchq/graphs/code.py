@@ -48,7 +48,7 @@ class GraphCode(nn.Module):
             shape = enumerate(getattr(node.meta.get("val"), "shape", ()))
             self._sizes.append({d: size for d, size in shape if isinstance(size, int)})
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Run the graph.
 
         Raises:

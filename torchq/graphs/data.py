@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchq.models.trees import Args, Kwargs
+
 _NAMESPACES: dict[str, object] = {
     "torch": torch._C._VariableFunctions,  # functions of tensors, and nothing else of torch
     "nn": torch._C._nn,
@@ -65,7 +67,7 @@ def _function(name: str) -> Callable[..., object]:
     if not library:
         return BY_NAME[name]
     own, _, overload = own.partition(".")
-    packet: Callable[..., Any] = getattr(getattr(torch.ops, library), own)
+    packet: Callable[..., object] = getattr(getattr(torch.ops, library), own)
     return getattr(packet, overload) if overload else packet
 
 
@@ -82,14 +84,14 @@ def with_overloads(graph: fx.Graph) -> fx.Graph:
         if of_numbers or (node.op == "call_method" and node.target in _SIZES):
             numbers.add(node)
         elif isinstance(node.target, torch._ops.OpOverloadPacket):
-            examples: Any = fx.node.map_arg(
+            args, kwargs = fx.node.map_arg(
                 (node.args, node.kwargs), lambda value: 1 if value in numbers else _TENSOR
             )
-            node.target = _overload(node.target, *examples)
+            node.target = _overload(node.target, args, kwargs)
     return graph
 
 
-def _overload(packet: Any, args: Any, kwargs: Any) -> Any:
+def _overload(packet: torch._ops.OpOverloadPacket, args: Args, kwargs: Kwargs) -> Any:
     """Return the overload for such arguments; the packet if none fits, whose call says so."""
     try:
         name = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
@@ -105,13 +107,13 @@ class _Ref:
     name: str
 
 
-def plain_nodes(graph: fx.Graph, keys: Collection[str]) -> list[tuple[Any, ...]]:
+def plain_nodes(graph: fx.Graph, keys: Collection[str]) -> list[tuple[object, ...]]:
     """Return a graph as data that pickle takes, with these entries of its nodes' ``meta``."""
 
-    def named(value: Any) -> Any:
+    def named(value: object) -> Any:
         return _Ref(value.name) if isinstance(value, fx.Node) else value
 
-    nodes = []
+    nodes: list[tuple[object, ...]] = []
     for n in graph.nodes:
         meta = {key: n.meta[key] for key in keys if key in n.meta}
         args, kwargs, meta = (fx.node.map_aggregate(a, named) for a in (n.args, n.kwargs, meta))
@@ -125,7 +127,7 @@ def graph_of(plain: list[tuple[Any, ...]]) -> fx.Graph:
     """Return the graph that :func:`plain_nodes` wrote."""
     graph, nodes = fx.Graph(), dict[str, fx.Node]()
 
-    def resolve(value: Any) -> Any:
+    def resolve(value: object) -> Any:
         return nodes[value.name] if isinstance(value, _Ref) else value
 
     for op, node_name, target, args, kwargs, meta, kind in plain:

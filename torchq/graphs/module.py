@@ -7,7 +7,6 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -18,6 +17,7 @@ from torchq.graphs.direct import checks_of, direct_graph, holds, is_check, with_
 from torchq.graphs.generated import function_of, with_source
 from torchq.models.conversions import check_conversions
 from torchq.models.inputs import without_gradients
+from torchq.models.trees import Args, Kwargs
 from torchq.nn.packed_proof import with_proof
 
 
@@ -25,7 +25,7 @@ def _choosing(plain: Callable[..., object]) -> Callable[..., object]:
     """Return ``forward`` of a graph, with the signature of ``plain``, which is torch.fx's own."""
 
     @functools.wraps(plain)
-    def forward(self: QuantizedGraph, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: QuantizedGraph, *args: object, **kwargs: object) -> object:
         if torch.compiler.is_compiling():
             return self._plain(*args, **kwargs)
         # torch.jit.trace would take sizes for tensors
@@ -42,7 +42,7 @@ class _Steps(fx.Interpreter):
 
     node: fx.Node
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         self.node = n
         return None if is_check(n) else super().run_node(n)
 
@@ -100,7 +100,7 @@ class QuantizedGraph(fx.GraphModule):
         cls.forward = _choosing(cls._plain)
         return code
 
-    def _direct(self, *args: Any, **kwargs: Any) -> object:
+    def _direct(self, *args: object, **kwargs: object) -> object:
         """Run the graph in eager mode, for a call that meets its guards."""
         try:
             return self._run(*args, **kwargs)
@@ -114,7 +114,7 @@ class QuantizedGraph(fx.GraphModule):
                 raise type(error)(f"{error} The module is '{name}'.") from None
             raise
 
-    def _failing(self, error: Exception, args: Any, kwargs: Any) -> str:
+    def _failing(self, error: Exception, args: Args, kwargs: Kwargs) -> str:
         """Return the name of the module that an op's error comes from, or "".
 
         The graph runs once more, node by node: calls that do not fail cost nothing more. State

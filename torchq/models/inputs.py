@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,15 +20,16 @@ from torch.nn.utils.spectral_norm import SpectralNorm, remove_spectral_norm
 from torch.nn.utils.weight_norm import WeightNorm, remove_weight_norm
 from torch.utils._pytree import tree_leaves
 
-from torchq.models.trees import copied, detached
+from torchq.models.trees import Args, Call, Kwargs, copied, detached
 
 Inputs = Tensor | Sequence[object] | Mapping[str, object]
 """One input of a model, a sequence of its inputs, or a mapping of keyword arguments."""
 Model = TypeVar("Model", bound=nn.Module)
+Item = TypeVar("Item")
 
 
-def split_inputs(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of one call.
+def split_inputs(inputs: Inputs) -> Call:
+    """Return the arguments of one call.
 
     Raises:
         TypeError: ``inputs`` is neither a tensor nor a tuple, list or dict.
@@ -97,7 +98,7 @@ def without_gradients(model: Model) -> Model:
     return model
 
 
-def call(model: nn.Module, inputs: Inputs) -> Any:
+def call(model: nn.Module, inputs: Inputs) -> object:
     """Return the model's result for copies of the inputs, to which it may write.
 
     Raises:
@@ -106,7 +107,7 @@ def call(model: nn.Module, inputs: Inputs) -> Any:
     return call_with(model, *copied(*split_inputs(inputs)))
 
 
-def call_with(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def call_with(model: nn.Module, args: Args, kwargs: Kwargs) -> object:
     """Return the model's result for these arguments themselves; see :func:`call`."""
     try:
         return model(*args, **kwargs)
@@ -115,7 +116,7 @@ def call_with(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         raise
 
 
-def check_fit(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+def check_fit(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
     """Raise TypeError if the forward of ``model`` does not take such a call.
 
     For a call that failed: what changes the arguments on the way, as hooks do, is not looked at.
@@ -213,7 +214,7 @@ def _checked(op: str, data: Iterable[Inputs]) -> Iterable[Inputs]:
         )
 
 
-def with_progress(op: str, items: Iterable[Any], progress: bool | None) -> Iterable[Any]:
+def with_progress(op: str, items: Iterable[Item], progress: bool | None) -> Iterable[Item]:
     """``items`` behind a progress bar; see :func:`batches`."""
     if progress is False:
         return items
@@ -226,7 +227,7 @@ def with_progress(op: str, items: Iterable[Any], progress: bool | None) -> Itera
             ) from None
         return items
     # disable=None means: only on a terminal
-    bar: Iterable[Any] = tqdm(items, desc=op, disable=None if progress is None else False)
+    bar: Iterable[Item] = tqdm(items, desc=op, disable=None if progress is None else False)
     return bar
 
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import IOBase
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torchq.quantization.observers import Observer
 
 State = dict[str, dict[str, Any]]
 """Qualified name of a module -> its buffers and plain attributes, by name."""
+_Kept = TypeVar("_Kept")
 
 _INTERNAL = frozenset(vars(nn.Module()))
 _LIBRARIES = ("torch.", "torchq.", "torchao.")  # their modules keep nothing in eval mode
@@ -37,11 +38,10 @@ def state_of(model: nn.Module) -> State:
         for name, module in model.named_modules()
         if module not in observing and not type(module).__module__.startswith(_LIBRARIES)
     }
-    copied: State = _copied(found, detached(model) | _skeleton(model))
-    return copied
+    return _copied(found, detached(model) | _skeleton(model))
 
 
-def _copied(found: Any, memo: dict[int, Any]) -> Any:
+def _copied(found: _Kept, memo: dict[int, object]) -> _Kept:
     """Return a copy; handles that modules leave out of copies, such as files and locks, stay."""
     try:
         return copy.deepcopy(found, {**memo})
@@ -49,9 +49,9 @@ def _copied(found: Any, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(found, memo | _handles(found, memo))
 
 
-def _handles(value: Any, memo: dict[int, Any]) -> dict[int, Any]:
+def _handles(value: object, memo: dict[int, object]) -> dict[int, object]:
     """By id, what in a value cannot be copied and holds nothing that Python code can change."""
-    found, seen, left = {}, set[int](), [value]
+    found, seen, left = dict[int, object](), set[int](), [value]
     while left:
         x = left.pop()
         if id(x) in seen or _copies(x, memo):
@@ -78,7 +78,7 @@ def _copies(value: object, memo: dict[int, object]) -> bool:
     return True
 
 
-def _skeleton(model: nn.Module) -> dict[int, Any]:
+def _skeleton(model: nn.Module) -> dict[int, object]:
     """For ``deepcopy``: what stays itself, as what a model keeps refers to it."""
     return {id(x): x for x in (*model.modules(), *model.parameters())}
 
@@ -138,16 +138,16 @@ def as_before(model: nn.Module) -> Iterator[None]:
 _MISSING = object()
 
 
-def _equal(old: dict[str, Any], new: dict[str, object], key: str) -> bool:
+def _equal(old: dict[str, object], new: dict[str, object], key: str) -> bool:
     return is_same(old.get(key, _MISSING), new.get(key, _MISSING))
 
 
-def is_same(a: Any, b: Any) -> bool:
+def is_same(a: object, b: object) -> bool:
     """Return whether values are equal, or what is in them."""
     return _same(a, b, {})
 
 
-def _same(a: Any, b: Any, seen: dict[tuple[int, int], Any]) -> bool:
+def _same(a: Any, b: Any, seen: dict[tuple[int, int], object]) -> bool:
     """Return whether values are equal, or what is in them; of unknown classes, what pickle sees."""
     if a is b or (id(a), id(b)) in seen:
         return True

@@ -8,15 +8,19 @@ import copy
 from collections import UserDict, deque
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType, ModuleType
-from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+Args = Sequence[object]
+Kwargs = Mapping[str, object]
+Call = tuple[tuple[object, ...], dict[str, object]]
+"""Positional and keyword arguments of one call."""
 _MAPPINGS = (UserDict, dict, MappingProxyType)
+_Mapping = UserDict[object, object] | dict[object, object] | MappingProxyType[object, object]
 
 
-def opened(value: Any) -> Any:
+def opened(value: object) -> object:
     """Return a value in which pytree finds what mappings hold that it does not know.
 
     These are subclasses of dict and UserDict, such as BatchEncoding of transformers, and proxies.
@@ -38,7 +42,7 @@ def _opens(leaf: object) -> bool:
 class _Opened:
     """A mapping as a node of a tree."""
 
-    def __init__(self, mapping: Any) -> None:
+    def __init__(self, mapping: _Mapping) -> None:
         self.keys = list(mapping)
         self.values = [opened(mapping[key]) for key in self.keys]
         self.form = _Form(mapping)
@@ -47,7 +51,7 @@ class _Opened:
 class _Form:
     """The class and the keys of a mapping, and its attributes that are numbers or text."""
 
-    def __init__(self, mapping: Any) -> None:
+    def __init__(self, mapping: _Mapping) -> None:
         self.empty = _filled(mapping, dict.fromkeys(mapping))
         plain = bool, int, float, str, type(None)
         attributes = getattr(mapping, "__dict__", {}).items()
@@ -61,7 +65,7 @@ class _Form:
         return hash(self.known[0])
 
 
-def _filled(mapping: Any, items: dict[Any, Any]) -> Any:
+def _filled(mapping: _Mapping, items: dict[object, object]) -> _Mapping:
     """Return a mapping of the same class with the same keys."""
     if isinstance(mapping, MappingProxyType):
         return MappingProxyType(items)
@@ -82,30 +86,30 @@ pytree.register_pytree_node(
 )
 
 
-def copied(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+def copied(args: Args, kwargs: Kwargs) -> Call:
     """Return copies of all that a call is given: a model may write to its inputs.
 
     Tensors need no grad, and are no inference tensors outside inference mode. What refuses to be
     copied stays itself, as modules do.
     """
     leaves, spec = pytree.tree_flatten(opened((tuple(args), dict(kwargs))))
-    memo: dict[int, Any] = {id(x): x.detach().clone() for x in leaves if isinstance(x, Tensor)}
-    given: tuple[Any, Any] = pytree.tree_unflatten([_copy(leaf, memo) for leaf in leaves], spec)
+    memo = {id(x): x.detach().clone() for x in leaves if isinstance(x, Tensor)}
+    given: Call = pytree.tree_unflatten([_copy(leaf, memo) for leaf in leaves], spec)
     return given
 
 
-def _copy(leaf: Any, memo: dict[int, Any]) -> object:
+def _copy(leaf: object, memo: Mapping[int, object]) -> object:
     if not isinstance(leaf, nn.Module):
         with contextlib.suppress(Exception):
-            return copy.deepcopy(leaf, detached(leaf) | memo)
+            return copy.deepcopy(leaf, {**detached(leaf), **memo})
     return leaf
 
 
-def detached(model: nn.Module) -> dict[int, Any]:
+def detached(model: object) -> dict[int, object]:
     """For ``deepcopy``, which refuses what is no leaf: the copies of such tensors in modules."""
-    copies, seen, left = {}, set[int](), [model]
+    copies, seen, left = dict[int, object](), set[int](), [model]
     while left:
-        value: Any = left.pop()
+        value = left.pop()
         if id(value) in seen or isinstance(value, ModuleType):
             continue
         seen.add(id(value))

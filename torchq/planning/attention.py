@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import Argument
 
 from torchq.capture.graph import aten_name
 from torchq.capture.ops import Op, Role, Split, Step, clip_bounds, is_float, is_size
@@ -178,7 +179,7 @@ def _multiply(scores: _Scores, scale: float) -> bool:
     return 0 < scale < math.inf
 
 
-def _noted(function: Callable[..., Any], args: tuple[Any, ...]) -> _Take:
+def _noted(function: Callable[..., object], args: tuple[Argument, ...]) -> _Take:
     def take(scores: _Scores) -> bool:
         scores.steps.append((function, args))
         for mask in args:
@@ -189,7 +190,7 @@ def _noted(function: Callable[..., Any], args: tuple[Any, ...]) -> _Take:
     return take
 
 
-def _added(function: Callable[..., Any], bias: fx.Node) -> _Take:
+def _added(function: Callable[..., object], bias: fx.Node) -> _Take:
     note = _noted(function, (None, bias))
     return lambda scores: not scores.is_weak and note(scores)
 
@@ -221,7 +222,7 @@ def _filled(node: fx.Node, name: str) -> Iterator[tuple[fx.Node, _Take]]:
     yield scores, take
 
 
-def _hiding(value: Any) -> float | None:
+def _hiding(value: object) -> float | None:
     """Return the number that is filled in where it hides scores; None for others."""
     number = value.meta.get("constant") if isinstance(value, fx.Node) else value
     if not isinstance(number, int | float | Tensor):
@@ -247,7 +248,7 @@ def _reshape(scores: _Scores, source: fx.Node, node: fx.Node) -> bool:
     return bool(back)
 
 
-def _leading(node: fx.Node | None) -> list[Any] | None:
+def _leading(node: fx.Node | None) -> list[Argument] | None:
     """Return the sizes that a reshape gives, without the last two; None where it has others."""
     if node is None:
         return None
@@ -268,7 +269,7 @@ def _fits_heads(scores: _Scores) -> bool:
     sizes, split = scores.first.node.meta["sizes"], scores.split.meta["sizes"]
     pairs = zip(sizes[::-1], split[::-1], strict=False)
     alike = next((i for i, (a, b) in enumerate(pairs) if a != b), len(sizes) + len(split))
-    found: dict[Any, Any] = {}
+    found: dict[object, Split] = {}
     for mask, is_split in scores.masks.items():
         own = mask.meta["sizes"]
         if is_split or own is None or all(size == "1" for size in own[:-alike]):

@@ -100,7 +100,7 @@ class _Ranges:
     def __init__(self, ops: dict[fx.Node, Op]) -> None:
         self._ops, self._found = ops, dict[fx.Node, _Range]()
 
-    def of(self, value: Any) -> _Range:
+    def of(self, value: object) -> _Range:
         """Return the range of a value; that of an input, constant or number has degree 0."""
         return self._found.get(value, _Range()) if isinstance(value, fx.Node) else _Range()
 
@@ -175,7 +175,7 @@ class _Ranges:
         return degree + grows * sum(summed.values())
 
 
-def _of_sizes(node: Any, dims: Any) -> float:
+def _of_sizes(node: object, dims: object) -> float:
     """Return the degree of a product of sizes of a tensor; ``()`` means all."""
     sizes = node.meta.get("sizes") if isinstance(node, fx.Node) else None
     if not sizes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from torch import fx
 
@@ -40,7 +39,7 @@ def _coarse(plan: Plan) -> Iterator[tuple[Layer | Op, str]]:
             continue
         if node in made_by:
             yield made_by[node], reason
-        source: Any = node.args[ANGLES[aten_name(node)][0]]
+        source = node.args[ANGLES[aten_name(node)][0]]
         while isinstance(source, fx.Node):
             one = made_by.get(source)
             if one is not None:

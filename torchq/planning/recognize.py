@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 from torch import fx, nn
 
@@ -160,7 +159,7 @@ def _is_mean(op: Op) -> bool:
     return bool(after == 1 < before)
 
 
-def _spatial_dims(module: Any) -> int | None:
+def _spatial_dims(module: object) -> int | None:
     """Return the spatial dims of a convolution or pool, by its name."""
     for cls in type(module).__mro__:
         name = cls.__name__

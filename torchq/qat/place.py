@@ -16,13 +16,12 @@ from torchq.capture.module_kinds import BATCH_NORM, MATMUL
 from torchq.capture.ops import Role
 from torchq.convert.api import prepare
 from torchq.convert.calibrated import observed_graphs
-from torchq.convert.parts import Call
 from torchq.convert.prepared import Prepared
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.swap.weights import leave_fast_paths, split_attention
 from torchq.models.inputs import Inputs, Model, split_inputs, working_copy
 from torchq.models.state import as_before, same_numbers
-from torchq.models.trees import copied
+from torchq.models.trees import Call, copied
 from torchq.nn.batch_norm import TRANSPOSED, weight_of
 from torchq.qat.hooks import DST, SRC, freeze_after, round_dst, round_src
 from torchq.qat.lower import KEY, Settings

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from torchq.convert.swap.leaves import equivalent_layer
 from torchq.convert.weights import ParameterWritten, Products
 from torchq.models.inputs import float_tensors
 from torchq.models.state import same_numbers, twin
-from torchq.models.trees import copied
+from torchq.models.trees import Args, Call, Kwargs, copied
 from torchq.nn.batch_norm import TRANSPOSED
 from torchq.nn.float_modules import is_experts
 from torchq.planning.lengths import FRESH, SOFTMAX
@@ -26,7 +25,7 @@ from torchq.quantization.recipes.phases import largest_phase
 
 
 @dataclass(frozen=True)
-class Call:
+class LeafCall:
     """A call of a leaf.
 
     Attributes:
@@ -57,7 +56,7 @@ class Recording:
     """
 
     leaves: dict[str, nn.Module] = field(default_factory=dict)
-    calls: dict[str, list[Call]] = field(default_factory=lambda: defaultdict(list))
+    calls: dict[str, list[LeafCall]] = field(default_factory=lambda: defaultdict(list))
     read: set[str] = field(default_factory=set)
     phases: dict[str, float] = field(default_factory=dict)
     averages: set[str] = field(default_factory=set)
@@ -81,8 +80,8 @@ class _Reads(TorchFunctionMode):
         self,
         func: Callable[..., object],
         types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
     ) -> object:
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
@@ -136,9 +135,7 @@ def _origin(tensor: Tensor) -> str:
     return str(getattr(tensor, "_torchq_origin", ""))
 
 
-def record(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], shared: bool = False
-) -> Recording:
+def record(model: nn.Module, args: Args, kwargs: Kwargs, shared: bool = False) -> Recording:
     """Return what one run of the model tells; it runs a second time if it does not run so.
 
     A module that is registered under several names is recorded under the first.
@@ -165,7 +162,7 @@ def record(
 
 
 def _recorded(
-    model: nn.Module, run: nn.Module, given: Any, counting: AbstractContextManager[Any]
+    model: nn.Module, run: nn.Module, given: Call, counting: AbstractContextManager[object]
 ) -> Recording:
     recording = Recording()
     reads = _Reads(recording.phases)
@@ -193,7 +190,7 @@ def _recorded(
 def _noting(name: str, recording: Recording) -> Callable[..., None]:
     is_linear = isinstance(recording.leaves[name], nn.Linear)
 
-    def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+    def hook(module: nn.Module, args: Args, kwargs: Kwargs, result: object) -> None:
         if isinstance(result, Tensor):
             vars(result)["_torchq_origin"] = name
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -202,12 +199,12 @@ def _noting(name: str, recording: Recording) -> Callable[..., None]:
         shape = tuple(tensors[0].shape) if tensors else ()
         if is_linear and any(_kind(x) == _AVERAGES for x in tensors):
             recording.averages.add(name)
-        recording.calls[name].append(Call(frozenset(x.dtype for x in tensors), shape, more))
+        recording.calls[name].append(LeafCall(frozenset(x.dtype for x in tensors), shape, more))
 
     return hook
 
 
-def results_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def results_of(model: nn.Module, args: Args, kwargs: Kwargs) -> list[Tensor]:
     """Return the float tensors that a call gives; random numbers are the same in each."""
     args, kwargs = copied(args, kwargs)
     with torch.no_grad(), same_numbers():

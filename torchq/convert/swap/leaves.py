@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.conv import _ConvNd
 
 from torchq.capture.module_kinds import inherits, is_patched
 from torchq.models.inputs import are_close
 from torchq.models.state import twin
 from torchq.nn.leaf import constants_of
 
+_Layer = nn.Linear | _ConvNd
 _ADDS = (operator.add, torch.add, "add")
 _RESHAPES = ("view", "reshape", "flatten", torch.reshape, torch.flatten)
 
@@ -47,7 +48,7 @@ def equivalent_layer(module: nn.Module) -> nn.Module | None:
         return None
 
 
-def _is_turned(module: nn.Module, layer: Any) -> bool:
+def _is_turned(module: nn.Module, layer: _Layer) -> bool:
     """Return True where the module's own ``weight`` is the transpose of the layer's."""
     own = getattr(module, "weight", None)
     if not isinstance(own, Tensor) or own.dim() != 2 or torch.equal(own, layer.weight):
@@ -65,10 +66,10 @@ class _Code:
     def __init__(self, module: nn.Module) -> None:
         self.interpreter = fx.Interpreter(module, graph=fx.Tracer().trace(module))
         self.kinds: dict[fx.Node, str] = {}
-        self.layer: Any = None
+        self.layer: _Layer | None = None
         self.reshapes = False
 
-    def run(self) -> nn.Module | None:
+    def run(self) -> _Layer | None:
         """Return the layer of torch.nn that it is; None where it is something else."""
         src, *nodes, output = self.interpreter.graph.nodes
         self.kinds[src] = "src"
@@ -80,7 +81,7 @@ class _Code:
                 self.kinds[node] = kind
             else:
                 return None
-        result: Any = output.args[0]
+        result = output.args[0]
         is_product = isinstance(result, fx.Node) and self.kinds.get(result) == "dst"
         shaped = self.reshapes and not isinstance(self.layer, nn.Linear)
         return self.layer if is_product and not shaped else None
@@ -93,36 +94,38 @@ class _Code:
         if node.target in _RESHAPES:
             self.reshapes = True
             return next(iter(kinds - {"size"}))
-        given: Any = fx.node.map_arg((node.args, node.kwargs), self.interpreter.env.get)
-        args, kwargs = given
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.interpreter.env.get)
         if node.target in _PRODUCTS and kinds == {"src"} and self.layer is None:
             self.layer = _PRODUCTS[node.target](*args, **kwargs)
             return "dst"
         if node.target in _ADDS and kinds == {"dst"} and len(args) == 2 and not kwargs:
-            (bias,) = (arg for arg in args if arg is not None)
-            if self.layer.bias is None and bias.shape == self.layer.weight.shape[:1]:
-                self.layer.bias = nn.Parameter(bias, False)
+            (bias,) = (arg for arg in args if isinstance(arg, Tensor))
+            if (
+                (layer := self.layer)
+                and layer.bias is None
+                and bias.shape == layer.weight.shape[:1]
+            ):
+                layer.bias = nn.Parameter(bias, False)
                 return "dst"
         return None
 
 
-def _with_weights(layer: Any, weight: Tensor, bias: Tensor | None) -> nn.Module:
+def _with_weights(layer: _Layer, weight: Tensor, bias: Tensor | None) -> _Layer:
     layer.weight = nn.Parameter(weight.detach(), False)
-    layer.bias = None if bias is None else nn.Parameter(bias.detach(), False)
-    made: nn.Module = layer.eval()
-    return made
+    layer.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), False))
+    return layer.eval()
 
 
-def _linear(src: None, weight: Tensor, bias: Tensor | None = None) -> nn.Module:
+def _linear(src: None, weight: Tensor, bias: Tensor | None = None) -> _Layer:
     channels, inputs = weight.shape
     return _with_weights(nn.Linear(inputs, channels, device="meta"), weight, bias)
 
 
-def _conv(cls: Any) -> Callable[..., nn.Module]:
+def _conv(cls: Callable[..., _ConvNd]) -> Callable[..., _Layer]:
     def make(
-        src: None, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
-        dilation: Any = 1, groups: int = 1,
-    ) -> nn.Module:  # fmt: skip
+        src: None, weight: Tensor, bias: Tensor | None = None, stride: object = 1,
+        padding: object = 0, dilation: object = 1, groups: int = 1,
+    ) -> _Layer:  # fmt: skip
         channels, per_group, *size = weight.shape
         layer = cls(
             per_group * groups, channels, size, stride, padding, dilation, groups, device="meta"
@@ -132,7 +135,7 @@ def _conv(cls: Any) -> Callable[..., nn.Module]:
     return make
 
 
-_PRODUCTS: dict[Any, Callable[..., nn.Module]] = {
+_PRODUCTS: dict[object, Callable[..., _Layer]] = {
     torch.nn.functional.linear: _linear,
     torch.addmm: lambda bias, src, weight: _linear(src, weight.t(), bias),
     **dict.fromkeys(
@@ -145,7 +148,7 @@ _PRODUCTS: dict[Any, Callable[..., nn.Module]] = {
 }
 
 
-def _agree(module: nn.Module, layer: Any) -> bool:
+def _agree(module: nn.Module, layer: _Layer) -> bool:
     """Return whether both give the same for sources of two shapes."""
     if isinstance(layer, nn.Linear):
         shapes = [(2, layer.in_features), (3, 2, layer.in_features)]

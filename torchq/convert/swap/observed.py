@@ -80,7 +80,7 @@ class ObservedLeaf(Leaf):
         bias = self.module.bias
         return bias.detach() if isinstance(bias, Tensor) else None
 
-    def forward(self, input: Tensor, *output_size: Any, **named: Any) -> Tensor:
+    def forward(self, input: Tensor, *output_size: object, **named: object) -> Tensor:
         """Record the source; the arguments have the names that ``torch.nn`` gives them."""
         for recorder in (self.observer, self.sample, self.rows, self.channels):
             if recorder is not None:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 
@@ -15,7 +13,7 @@ def refuse_save_pretrained(model: nn.Module) -> None:
             vars(module)["save_pretrained"] = save_pretrained
 
 
-def save_pretrained(*args: Any, **kwargs: Any) -> None:
+def save_pretrained(*args: object, **kwargs: object) -> None:
     """Raise NotImplementedError: transformers would load the file with random weights."""
     raise NotImplementedError(
         "save_pretrained: a model that torchq prepared or converted cannot be written so: "
