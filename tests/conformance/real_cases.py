@@ -175,14 +175,16 @@ def softmax(rng: random.Random, data: torch.Generator, index: int) -> Case:
         ),
         exact,
         approximate=True,
+        defect="jit:avx2" if COMPARISON.search(chain.text) else "",
     )
 
 
 def layer_normalization(rng: random.Random, data: torch.Generator, index: int) -> Case:
     """Few with post-ops, which oneDNN 3.2 refuses."""
-    dtype, dst_dtype = rng.choice((U8, S8)), rng.choice((U8, S8, F32))
+    dtype, dst_dtype = rng.choice((U8, S8, F32)), rng.choice((U8, S8, F32))
     shape = (rng.randint(1, 4), rng.randint(1, 5), rng.choice((4, 16, 33, 64)))
-    src = random_q(data, dtype, *shape)
+    is_float = dtype == F32
+    src = torch.randn(shape, generator=data) if is_float else random_q(data, dtype, *shape)
     gamma = 0.5 + torch.rand(shape[-1], generator=data)
     beta = torch.randn(shape[-1], generator=data)
     dst_scale = None if dst_dtype == F32 else float32(rng.uniform(0.02, 0.04))
@@ -209,7 +211,12 @@ def layer_normalization(rng: random.Random, data: torch.Generator, index: int) -
             **keywords(chain, attr_of(dst=dst_scale)),
         ),
         lambda: finished(
-            oracle.normalize(src, gamma, beta, 1e-5, [ONE, ONE], F32), chain, dst_dtype, dst_scale
+            oracle.normalize_floats(src, True, gamma, beta, 1e-5, ONE, F32)
+            if is_float
+            else oracle.normalize(src, gamma, beta, 1e-5, [ONE, ONE], F32),
+            chain,
+            dst_dtype,
+            dst_scale,
         ),
         lambda peer: peer.layer_normalization(
             src, gamma, beta, dst_scale=dst_scale, dst_dtype=dst_dtype, **chain.onednn(dst_dtype)
