@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
@@ -24,7 +24,7 @@ from torchq.analysis.accuracy import (
     float_layers,
     without_observers,
 )
-from torchq.analysis.explanation import explain
+from torchq.analysis.explanation import Explanation, explain
 from torchq.analysis.speed import LayerTime, Profile, profile
 from torchq.analysis.timing import UNSTEADY
 from torchq.models.attached import computing_modules
@@ -66,19 +66,7 @@ def write_report(
     times = profile(model, qmodel, data[0])
     shapes = _histograms(prepared, qmodel, data[0])
     explained = explain(qmodel)
-    rows, details = explained.rows, explained.details
-    noise = {layer.name: layer for layer in accuracy.layers}
-    timed = {layer.name: layer for layer in times.layers}
-    body = []
-    first: dict[str, str] = {}  # where the figures of a fused group stand
-    for row in sorted(rows, key=lambda row: not row.is_matmul):
-        if row.quantized:
-            first.setdefault(row.site, row.name)
-    for row in rows:
-        own = first.get(row.site) == row.name
-        layer, spent = (noise.get(row.site), timed.get(row.site)) if own else (None, None)
-        plot = shapes.get(row.site, "") if own else ""
-        body.append(_line(row, details.get(row.site, ""), layer, spent, plot))
+    rows = explained.rows
     worst = sorted(accuracy.layers, key=lambda layer: layer.sqnr)[:_MOST]
     losing = sorted(times.losing, key=lambda layer: layer.float_ms - layer.int8_ms)
     slowest = sorted(times.layers, key=lambda layer: -layer.int8_ms)[:_MOST]
@@ -102,9 +90,26 @@ def write_report(
             [(x.name, _ms(x.int8_ms), f"{100 * x.share:.0f}") for x in slowest],
         ),
         fused=_switch(sum(_is_fused(row) for row in rows)),
-        rows="\n".join(body),
+        rows="\n".join(_lines(explained, accuracy, times, shapes)),
     )
     write_file("torchq.write_report", path, [text.encode()])
+
+
+def _lines(
+    explained: Explanation, accuracy: Accuracy, times: Profile, shapes: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield a line for each row; those of a fused group have its figures once."""
+    noise = {layer.name: layer for layer in accuracy.layers}
+    timed = {layer.name: layer for layer in times.layers}
+    first: dict[str, str] = {}  # where the figures of a group stand
+    for row in sorted(explained.rows, key=lambda row: not row.is_matmul):
+        if row.quantized:
+            first.setdefault(row.site, row.name)
+    for row in explained.rows:
+        own = first.get(row.site) == row.name
+        layer, spent = (noise.get(row.site), timed.get(row.site)) if own else (None, None)
+        plot = shapes.get(row.site, "") if own else ""
+        yield _line(row, explained.details.get(row.site, ""), layer, spent, plot)
 
 
 def _headline(

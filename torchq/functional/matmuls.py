@@ -81,11 +81,7 @@ def matmul(
     """
     attr = Attr() if attr is None else attr
     check_attr_type("matmul", attr)
-    for name, operand in (("src", src), ("weight", weight)):
-        check_type(f"torchq.matmul: {name}", operand, Tensor, "Pass a tensor.")
-    if bias is not None:
-        check_type("torchq.matmul: bias", bias, Tensor, "Pass a tensor, or None.")
-    _check_shapes(src, weight)
+    _check_operands(src, weight, bias)
     if src.dtype in FLOATS:
         if post_op_srcs and not attr.post_ops:
             attr.post_ops.sources("matmul", lambda: (), post_op_srcs)  # refuses them
@@ -104,7 +100,6 @@ def matmul(
     if bias is not None and bias.dtype == torch.int32:
         plain = zeros is None and weight.dtype == torch.int8
         check_int32_bias("matmul", bias, k if plain else 2 * k)
-
     dims = _dst_dims(src, weight)
     chain = _by_rows_and_columns(attr.post_ops, dims)
     srcs = _expanded(attr.post_ops, chain, dims, post_op_srcs)
@@ -199,7 +194,11 @@ def _operand(index: int, src: Tensor, op: Binary | PReLU, dims: Sequence[int]) -
     return src.expand(_full_shape(op, dims))
 
 
-def _check_shapes(src: Tensor, weight: Tensor) -> None:
+def _check_operands(src: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    for name, operand in (("src", src), ("weight", weight)):
+        check_type(f"torchq.matmul: {name}", operand, Tensor, "Pass a tensor.")
+    if bias is not None:
+        check_type("torchq.matmul: bias", bias, Tensor, "Pass a tensor, or None.")
     if src.dim() < 2 or weight.dim() < 2 or src.shape[-1] != weight.shape[-2]:
         raise ValueError(
             "torchq.matmul: src and weight must be (..., M, K) and (..., K, N), got "

@@ -161,12 +161,9 @@ class QLayer(QModule):
         self.dst_code = dtype_code(self.dst_dtype)
         self._add_qparams("dst", QParams.per_tensor(1.0) if dst is None else dst)
         self._add_packed(weight)
-        self.register_buffer("weight_scale", weight_scale.reshape(-1).clone())
-        zero_point = None if weight_zero_point is None else weight_zero_point.reshape(-1).clone()
-        self.register_buffer("weight_zero_point", zero_point)
-        self.register_buffer("weight_shift", None, persistent=False)  # has values if that has
-        if zero_point is not None:
-            spec["weight_zero_points"] = zero_point.numel()
+        self._add_weight_params(weight_scale, weight_zero_point)
+        if weight_zero_point is not None:
+            spec["weight_zero_points"] = weight_zero_point.numel()
         if weight.dtype != torch.int8:
             spec["weight_dtype"] = dtype_name(weight.dtype)
         self._add_floats("bias", bias)
@@ -192,6 +189,12 @@ class QLayer(QModule):
         self._add_folded("multiplier", "offset", "post_op_params")
         if not are_limited():
             self.refold()
+
+    def _add_weight_params(self, scale: Tensor, zero_point: Tensor | None) -> None:
+        self.register_buffer("weight_scale", scale.reshape(-1).clone())
+        own = None if zero_point is None else zero_point.reshape(-1).clone()
+        self.register_buffer("weight_zero_point", own)
+        self.register_buffer("weight_shift", None, persistent=False)  # has values if that has
 
     def with_lookup(self, lookup: QLookup) -> Self:
         """Apply a table to the destination, in the same op; return the module.

@@ -133,15 +133,8 @@ class _QRecurrent(FloatParameters, QModule):
         if params.data is not None:
             states = hidden = params.data
         check_bound(op, "states", module, src, states)
-        count: int = getattr(module, "num_layers", 1)
-        given = [states] * count if states is None or isinstance(states, QParams) else list(states)
-        if len(given) != count:
-            raise ValueError(
-                f"torchq.nn.{cls.__name__}: states must have one entry per layer, {count}, got "
-                f"{len(given)}."
-            )
-        given = [UNIT_STATE if state is None else state for state in given]
-        layers = []
+        given = _by_layer(op, states, getattr(module, "num_layers", 1))
+        count, layers = len(given), []
         for i, state in enumerate(given):
             inner = torch.float32 if src is None else state.dtype
             layers.append(
@@ -400,3 +393,19 @@ class QRNN(QGRU):
 
     _float: ClassVar[type[nn.RNNBase]] = nn.RNN
     _cells = ("rnn_tanh", "rnn_relu")
+
+
+def _by_layer(
+    op: str, states: Sequence[QParams | None] | QParams | None, count: int
+) -> list[QParams]:
+    """Return the parameters of each layer's states.
+
+    Raises:
+        ValueError: there are those of another number of layers.
+    """
+    given = [states] * count if states is None or isinstance(states, QParams) else list(states)
+    if len(given) != count:
+        raise ValueError(
+            f"torchq.nn.{op}: states must have one entry per layer, {count}, got {len(given)}."
+        )
+    return [UNIT_STATE if state is None else state for state in given]

@@ -99,26 +99,20 @@ class QRecurrentLayer(QModule):
         directions, gates, self.hidden_size, self.input_size = weight_src.weight.shape
         self.cell, self.directions, self.dynamic = cell, directions, src is None
         self.projection_size = 0 if projection is None else projection.weight.shape[2]
+        expected = directions, GATES[cell], self.hidden_size, self.input_size
         units = self.projection_size or self.hidden_size
-        _check_shapes(
-            (directions, GATES[cell], self.hidden_size, self.input_size),
-            units,
-            weight_src,
-            weight_state,
-            projection,
-        )
+        _check_shapes(expected, units, weight_src, weight_state, projection)
         if projection is not None or peephole is not None:
             _check_is_lstm(cell)
-        if hidden is None:
-            hidden = UNIT_STATE if state.dtype == torch.uint8 else UNIT_STATE_S8
+        hidden = hidden or (UNIT_STATE if state.dtype == torch.uint8 else UNIT_STATE_S8)
         if self.dynamic:
             state, hidden = UNIT_STATE, UNIT_STATE
         self._add_src(src or UNIT_STATE)
         self._add_qparams("state", state)
         self._add_qparams("hidden", hidden)
-        self._add_weight("src", weight_src)
-        self._add_weight("state", weight_state)
-        self._add_weight("projection", projection)
+        weights = {"src": weight_src, "state": weight_state, "projection": projection}
+        for name, weight in weights.items():
+            self._add_weight(name, weight)
         shape = [directions, gates, self.hidden_size]
         self._add_bias("bias_src", shape, bias_src)
         self._add_bias("bias_state", shape, bias_state)
@@ -126,16 +120,12 @@ class QRecurrentLayer(QModule):
         self._add_folded("multiplier_src", "multiplier_state", "bias", "scales", "zero_points")
         for name in ("multiplier_projection", "extra"):  # which refold fills where there are some
             self.register_buffer(name, None, persistent=False)
-        self.state_code = dtype_code(state.dtype)
         self.dst_dtype, self.dst_code = dst_dtype, dtype_code(dst_dtype)
-        self.h_n_code = dtype_code(h_n_dtype)
-        low, high = state.integers
-        self.geometry = [
-            *(CELLS[cell], directions, self.input_size, self.hidden_size, self.projection_size),
-            *(low, high),
-        ]
-        weights = weight_src, weight_state, projection
-        self._set_own_spec([0 if w is None else w.scale.numel() for w in weights], src, state)
+        self.state_code, self.h_n_code = dtype_code(state.dtype), dtype_code(h_n_dtype)
+        sizes = directions, self.input_size, self.hidden_size, self.projection_size
+        self.geometry = [CELLS[cell], *sizes, *state.integers]
+        scales = [0 if weight is None else weight.scale.numel() for weight in weights.values()]
+        self._set_own_spec(scales, src, state)
         if not are_limited():
             self.refold()
 

@@ -116,14 +116,8 @@ def read_weights(
         )
     projection: list[Tensor] | list[None] = [None] * layers
     if weights_projection is not None:
-        check_type(f"torchq.{op}: weights_projection", weights_projection, Tensor, "Pass a tensor.")
         expected = [layers, directions, units, state.shape[4]]
-        if list(weights_projection.shape) != expected:
-            raise ValueError(
-                f"torchq.{op}: weights_projection must be ldio {expected}, got "
-                f"{list(weights_projection.shape)}. Its outputs are the inputs of weights_iter."
-            )
-        projection = list(weights_projection.transpose(2, 3)[:, :, None].contiguous())
+        projection = list(_ldio(op, weights_projection, expected))
     bias_src: list[Tensor] | list[None] = [None] * layers
     bias_state: list[Tensor] | list[None] = [None] * layers
     if bias is not None:
@@ -140,6 +134,17 @@ def read_weights(
             last[:, :, 2] = bias[:, :, 3]
             bias_state = list(last)
     return OneDnnWeights(list(src), list(state), projection, bias_src, bias_state)
+
+
+def _ldio(op: str, weights_projection: Tensor, expected: list[int]) -> Tensor:
+    """``[layers, directions, 1, projection, units]``."""
+    check_type(f"torchq.{op}: weights_projection", weights_projection, Tensor, "Pass a tensor.")
+    if list(weights_projection.shape) != expected:
+        raise ValueError(
+            f"torchq.{op}: weights_projection must be ldio {expected}, got "
+            f"{list(weights_projection.shape)}. Its outputs are the inputs of weights_iter."
+        )
+    return weights_projection.transpose(2, 3)[:, :, None].contiguous()
 
 
 def _ldigo(op: str, name: str, weight: Tensor, gates: int) -> Tensor:

@@ -202,20 +202,8 @@ def compose(
         bias_is_constant,
         allow_binary,
     )
-    st = _start(composer, src_scale, weight_scale, bias)
-    done, refusal = 0, ""
-    for index, step in enumerate(steps):
-        label = f"step {index} ({type(step).__name__})"
-        last = index == len(steps) - 1
-        inner = drop_inner_round and _before_sum_and_another(steps[index + 1 :])
-        try:
-            after = _append(composer, st, step, label, last, inner)
-            _post_ops(after.ops)
-        except Refused as reason:
-            refusal = f"{label}: {reason}"
-            break
-        new = [f"{label}: {note}" for note in after.notes[len(st.notes) :]]
-        st, done = replace(after, notes=(*st.notes, *new)), index + 1
+    start = _start(composer, src_scale, weight_scale, bias)
+    st, done, refusal = _taken(composer, start, steps, drop_inner_round)
     reasons = (*st.notes, f"{refusal}; it and what follows stay float") if refusal else st.notes
     return Composed(
         scales=st.scale.float(),
@@ -231,6 +219,24 @@ def compose(
         convention=convention,
         int8=int8,
     )
+
+
+def _taken(
+    composer: Composer, st: State, steps: Sequence[Step], drop_inner_round: bool
+) -> tuple[State, int, str]:
+    """Return the state behind the steps that are taken over, their number, and why no more are."""
+    for index, step in enumerate(steps):
+        label = f"step {index} ({type(step).__name__})"
+        last = index == len(steps) - 1
+        inner = drop_inner_round and _before_sum_and_another(steps[index + 1 :])
+        try:
+            after = _append(composer, st, step, label, last, inner)
+            _post_ops(after.ops)
+        except Refused as reason:
+            return st, index, f"{label}: {reason}"
+        new = [f"{label}: {note}" for note in after.notes[len(st.notes) :]]
+        st = replace(after, notes=(*st.notes, *new))
+    return st, len(steps), ""
 
 
 def _start(
