@@ -91,6 +91,16 @@ REFUSED: dict[str, list[Any]] = {
             {"dict": {"rounding_mode": "trunc"}},
         ],
     ],
+    "a dtype by its number": [call("o", "aten::view", node("input_1"), 100)],
+    "a computed dtype": [*size_of_x(), call("o", "aten::to", node("input_1"), node("n"))],
+    "a dtype for a tensor": [call("o", "aten::to.other", node("input_1"), -1)],
+    "a function of tensors on a number": [*size_of_x(), call("o", "aten::neg", node("n"))],
+    "a method of int": [*size_of_x(), call("o", "Tensor.__lshift__", node("n"), 2**33)],
+    "a size without a list": [call("o", "Tensor.view", node("input_1"), 32)],
+    "what an assertion gives": [
+        call("a", "torch._assert", 1, "text"),
+        call("o", "aten::add.Tensor", node("input_1"), node("a")),
+    ],
     "an unknown mode": [
         full("a", 1, 1, 4, 4),
         full("g", 1, 5, 5, 2),

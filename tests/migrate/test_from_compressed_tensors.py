@@ -152,6 +152,13 @@ def test_several_files_in_bfloat16(tmp_path: Path) -> None:
     layer: Any = leaves(model)["model.layers.0.mlp.up_proj"].layer
     scale = halves["model.layers.0.mlp.up_proj.weight_scale"].float().reshape(-1)
     assert torch.equal(layer.weight_scale, scale)
+    safetensors.save_file({key: halves[key] for key in keys[1:]}, tmp_path / "b.safetensors")
+    with pytest.raises(ValueError, match="in two of its files"):
+        torchq.from_compressed_tensors(tmp_path)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(keys, "../a.safetensors")}))
+    with pytest.raises(ValueError, match=r"names a file elsewhere, '\.\./a\.safetensors'"):
+        torchq.from_compressed_tensors(tmp_path)
+    index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
     (tmp_path / "b.safetensors").unlink()
     with pytest.raises(ValueError, match=r"its b\.safetensors cannot be read"):
         torchq.from_compressed_tensors(tmp_path)

@@ -262,7 +262,10 @@ def _weight_files(folder: Path) -> list[Path]:
     names = _read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise refused(folder, f"its {index.name} has no weight_map")
-    return [folder / Path(name).name for name in sorted(set(names.values()))]
+    files = sorted(set(names.values()))
+    if outside := [name for name in files if Path(name).name != name]:
+        raise refused(folder, f"its {index.name} names a file elsewhere, {outside[0][:60]!r}")
+    return [folder / name for name in files]
 
 
 def _read_layers(folder: Path, files: Iterable[Path], scheme: dict[str, object]) -> Layers:
@@ -273,6 +276,8 @@ def _read_layers(folder: Path, files: Iterable[Path], scheme: dict[str, object])
     for path in files:
         file = opened(folder, path)
         for key in file.keys():  # noqa: SIM118 - no mapping
+            if key in shapes:
+                raise refused(folder, f"'{key[:60]}' in two of its files")
             shapes[key] = file.get_slice(key).get_dtype(), file.get_slice(key).get_shape()
             places.setdefault(key.rpartition(".")[0], {})[key] = path
             if key.endswith(("_scale", "_zero_point", "_shape")):

@@ -354,8 +354,11 @@ def _is_named(own: str) -> bool:
     return _REPLACED.get(own, own) in _NAMES
 
 
-def by_name(name: str) -> tuple[str, fx.node.Target]:
-    """Return kind and target of the nodes that call a function of this name, which is known."""
+def by_name(name: str, checked: str) -> tuple[str, fx.node.Target]:
+    """Return kind and target of the nodes that call a function of this name, which is known.
+
+    Names of ATen without an overload, in files of earlier versions, get the ``checked`` one.
+    """
     if name in PYTHON:
         return "call_function", PYTHON[name]
     library, _, own = name.rpartition("::")
@@ -364,7 +367,7 @@ def by_name(name: str) -> tuple[str, fx.node.Target]:
         return "call_function", _CHECKED[base]
     if library:
         packet = getattr(getattr(torch.ops, library), _REPLACED.get(base, base))
-        return "call_function", getattr(packet, overload) if overload else packet
+        return "call_function", getattr(packet, overload or checked)
     owner, _, own = name.rpartition(".")
     own = _REPLACED.get(own, own)
     if own in _CHECKED:

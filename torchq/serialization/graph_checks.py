@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import fx
-from torch._C import FunctionSchema
+from torch._C import Argument, FunctionSchema
 
 from torchq.serialization.allowed import DTYPES, LARGEST_SIZE, PYTHON, is_known, schemas_of
 
@@ -29,6 +29,7 @@ class Kind(enum.Enum):
     NUMBERS = "a list of numbers"
     RESULT = "a tensor or a list of tensors, from a module"
     MODULE = "a module"
+    NOTHING = "nothing"
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,11 @@ _ARGUMENTS: dict[tuple[str, str], Callable[[Any], bool]] = {
 }
 """Arguments that must be of the file, not computed, and have values for which this holds."""
 _SCALES = re.compile(r"scales?_?[dhw]?|scale_factors?")
+_OF_NUMBERS = {
+    *("add", "sub", "rsub", "mul", "div", "true_divide", "floor_divide", "remainder", "fmod"),
+    *("pow", "eq", "ne", "lt", "le", "gt", "ge", "bitwise_and", "bitwise_or", "bitwise_xor"),
+}
+"""Functions whose second tensor torch takes as a number, too, which stays behind a tensor."""
 _WINDOWED = re.compile(
     r"im2col|col2im|pad|re(flect|plicat)ion_pad\dd|(max|avg)_pool\dd(_with_indices)?"
     r"|conv(olution|_transpose)?(\dd)?|arange"
@@ -90,9 +96,13 @@ class Checker:
         """Start without nodes."""
         self.facts: dict[fx.Node, Fact] = {}
         self.sizes: set[fx.Node] = set()
+        self.overload = ""
 
     def call(self, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> Fact:
-        """Return what a call gives; ``sizes`` are the numbers in it that ``size`` has to check.
+        """Return what a call gives.
+
+        From here on ``sizes`` are the numbers in it that ``size`` has to check, and ``overload`` is
+        the one that was checked: no other one may run.
 
         Raises:
             ValueError: a file may not call this function so.
@@ -101,8 +111,8 @@ class Checker:
         if name in PYTHON and not kwargs:
             fact = self._of_python(name, args)
         elif name not in PYTHON:
-            fitting = (s for s in schemas_of(name) if self._fits_schema(s, args, kwargs))
-            found = next(fitting, None)
+            found = self._schema(name, args, kwargs)
+            self.overload = "" if found is None else found.overload_name or "default"
             fact = None if found is None else _result(found)
         if fact is None or fact.bits > _MOST_BITS:
             why = "with other arguments than it has" if is_known(name) else "which is not allowed"
@@ -117,7 +127,7 @@ class Checker:
     def _of_python(self, name: str, args: tuple[object, ...]) -> Fact | None:
         if name == "torch._assert":
             fine = len(args) == 2 and self._is(args[0], Kind.NUMBER, Kind.TENSOR)
-            return Fact(Kind.NUMBER) if fine and type(args[1]) is str else None
+            return Fact(Kind.NOTHING) if fine and type(args[1]) is str else None
         if name == "operator.getitem":
             return self._item(*args) if len(args) == 2 else None
         if name == "len":
@@ -173,9 +183,24 @@ class Checker:
 
     # Functions of torch
 
+    def _schema(
+        self, name: str, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> FunctionSchema | None:
+        """Return the schema that a call fits; one that takes its numbers as numbers, if it can."""
+        for numbers in (False, True):
+            for schema in schemas_of(name):
+                if self._fits_schema(schema, args, kwargs, numbers):
+                    return schema
+        return None
+
     def _fits_schema(
-        self, schema: FunctionSchema, args: tuple[object, ...], kwargs: dict[str, object]
+        self,
+        schema: FunctionSchema,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        numbers: bool,
     ) -> bool:
+        """Return whether a call fits; with ``numbers`` one may stand for the second tensor."""
         positional = [a.name for a in schema.arguments if not a.kwarg_only]
         given = dict(zip(positional, args, strict=False))
         named = {"self" if name == "input" and "self" in positional else name: value
@@ -189,8 +214,12 @@ class Checker:
             return False
         if given.get("mode") == "circular" and not _only_adds(given["pad"]):
             return False
+        numbers = numbers and base in _OF_NUMBERS
         return known.issuperset(given) and all(
-            self._fits(given[a.name], str(a.real_type), base, a.name)
+            self._fits(given[a.name], a, base)
+            or (
+                numbers and a.name in ("other", "exponent") and self._is(given[a.name], Kind.NUMBER)
+            )
             if a.name in given
             else a.has_default_value()
             for a in schema.arguments
@@ -203,8 +232,9 @@ class Checker:
         """
         return _is_number(value) and not (isinstance(value, int) and value % 2**32 == 2**32 - 1)
 
-    def _fits(self, value: object, kind: str, base: str, name: str) -> bool:
+    def _fits(self, value: object, argument: Argument, base: str) -> bool:
         """Return whether an argument of a call fits its type, and what torch does not check."""
+        kind, name = str(argument.real_type), argument.name
         if kind.startswith("Optional["):
             kind = kind[len("Optional[") : -1]
             if value is None:
@@ -216,6 +246,12 @@ class Checker:
             return False
         if base.endswith("_aa") and name.startswith("scales_"):  # beside sizes they may differ from
             return False
+        if (
+            kind.startswith("List[")
+            and getattr(argument, "N", None) is None
+            and self._is(value, Kind.NUMBER)
+        ):
+            return False  # TorchScript would take another overload
         if _WINDOWED.fullmatch(base) and (base == "arange" or kind == "List[int]"):
             return self._is_of(value, kind) and self._are_sizes(value)
         return self._is_of(value, kind)
@@ -235,7 +271,7 @@ class Checker:
         if kind.startswith("List["):
             return self._is_list(value, kind[len("List[") : -1])
         if kind == "Tensor":
-            return self._is(value, Kind.TENSOR, Kind.RESULT, Kind.NUMBER)
+            return self._is(value, Kind.TENSOR, Kind.RESULT)
         if kind == "int":
             return self._is_int(value)
         if kind in ("number", "float"):

@@ -151,7 +151,7 @@ class _Reader:
             known = target if op == "call_function" else f"Tensor.{target}"  # in version 2
             fact = self.checker.call(known, *values)
             values = fx.node.map_arg(values, self._sized)
-            op, called = by_name(known)
+            op, called = by_name(known, self.checker.overload)
         else:
             called, fact = target, _fact_of(op, bool(more))
             self._own(op, target, more)
