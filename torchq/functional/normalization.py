@@ -73,8 +73,8 @@ def layer_norm(
     rne(m)`` and ``g = src_scale / sqrt(src_scale^2 variance + eps)`` in double, ``y =
     fma(fma(float(q - c), float(g), float((c - m) g)), weight, bias)`` in float32.
 
-    A float32 source has sums of float32 in 16 lanes, and the mean and ``g = 1 / sqrt(variance +
-    eps)`` of these in double: ``y = fma((x - float(m)) * float(g), weight, bias)``.
+    A float32 source has sums of float32 in 16 lanes, and means of these in double: ``y = fma((x -
+    float(m)) * g, weight, bias)`` with ``g = 1 / sqrt(float(variance + eps))`` in float32.
 
     Args:
         src: uint8, int8 or float32, ending in ``normalized_shape``.

@@ -38,9 +38,9 @@ constexpr int kSumBlock = 512;
 /// One row of layer norm of float32, or of RMS norm:
 ///
 ///   m = float(S(x) / n), or 0 unless `centered`      d[i] = x[i] - m
-///   g = float(1 / sqrt(S(d * d) / n + eps))          dst = fma(d * g, weight[i], bias[i])
+///   g = 1 / sqrt(float(S(d * d) / n + eps))          dst = fma(d * g, weight[i], bias[i])
 ///
-/// S adds float32 in the order of SoftmaxRow's sum; means and root are double.
+/// S adds float32 in the order of SoftmaxRow's sum; means are double.
 struct NormRow {
   const float* src;
   int64_t size;

@@ -67,7 +67,7 @@ void normalize(const NormRow& s) {
     const float d = s.src[i] - center;
     return d * d;
   });
-  const float factor = static_cast<float>(1 / __builtin_sqrt(squares / n + s.eps));
+  const float factor = 1 / Scalar::sqrt(static_cast<float>(squares / n + s.eps));
   for (int64_t i = 0; i < s.size; ++i) {
     const float y = (s.src[i] - center) * factor;
     store_real(s.dst, i,

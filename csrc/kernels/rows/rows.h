@@ -203,7 +203,8 @@ void normalize(const NormRow& s) {
     const Float d = Isa::sub(load(i, m), center);
     return Isa::mul(d, d);
   });
-  const Float factor = Isa::set(static_cast<float>(1 / __builtin_sqrt(squares / n + s.eps)));
+  const Float variance = Isa::set(static_cast<float>(squares / n + s.eps));
+  const Float factor = Isa::div(Isa::set(1.0f), Isa::sqrt(variance));
   const OptionalRow<Isa> weight(s.weight, kPanelOf1), bias(s.bias, kPanelOf0);
   with_real_dtype(s.dst.dtype, [&](auto dst) {
     store_real_row<Isa, decltype(dst)::value>(s.dst, 0, s.size, [&](int64_t i, auto m) {
