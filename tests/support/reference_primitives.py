@@ -269,7 +269,8 @@ def normalize_floats(
     """Layer or RMS norm over the last dim of float32, whose means are float64."""
     rows, n = x.reshape(-1, x.shape[-1]), x.shape[-1]
     rows = rows - f32(sum_in_lanes(rows).double() / n) if centered else rows
-    factor = 1 / torch.sqrt(f32(sum_in_lanes(rows * rows).double() / n + eps))
+    variance = f32(sum_in_lanes(rows * rows).double() / n + eps)
+    factor = f32(1 / f32(variance.double().sqrt()).double())  # torch's are not the nearest
     return to_dst(fma32(rows * factor, weight, bias).reshape(x.shape), to, dtype)
 
 
