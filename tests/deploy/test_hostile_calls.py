@@ -95,6 +95,10 @@ REFUSED: dict[str, list[Any]] = {
     "a computed dtype": [*size_of_x(), call("o", "aten::to", node("input_1"), node("n"))],
     "a dtype for a tensor": [call("o", "aten::to.other", node("input_1"), -1)],
     "a function of tensors on a number": [*size_of_x(), call("o", "aten::neg", node("n"))],
+    "a bool of a tensor": [
+        call("b", "operator.not_", node("input_1")),
+        call("o", "Tensor.__lshift__", node("b"), 2**33),
+    ],
     "a method of int": [*size_of_x(), call("o", "Tensor.__lshift__", node("n"), 2**33)],
     "a size without a list": [call("o", "Tensor.view", node("input_1"), 32)],
     "what an assertion gives": [

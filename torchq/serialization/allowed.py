@@ -260,7 +260,7 @@ def size(value: int) -> int:
     Raises:
         ValueError: it is beyond 2**31.
     """
-    if not abs(value) <= 2147483648:
+    if not -2147483648 <= value <= 2147483648:  # of the least integer, abs is negative in C++
         raise ValueError(
             "torchq.load: sizes that the graph computes must be at most 2**31, got another one. "
             "Check the source."

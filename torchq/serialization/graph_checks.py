@@ -136,6 +136,8 @@ class Checker:
         kinds = (Kind.NUMBER, Kind.TENSOR) if of_tensors else (Kind.NUMBER,)
         if not args or not all(self._is(a, *kinds) for a in args):
             return None
+        if name == "operator.not_":  # a bool, also of a tensor
+            return Fact(Kind.NUMBER, 1)
         if any(isinstance(a, fx.Node) and self._is(a, Kind.TENSOR) for a in args):
             return TENSOR
         bits = self._bits(name, args)
