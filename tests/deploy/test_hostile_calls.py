@@ -99,6 +99,8 @@ REFUSED: dict[str, list[Any]] = {
         call("b", "operator.not_", node("input_1")),
         call("o", "Tensor.__lshift__", node("b"), 2**33),
     ],
+    "a division by nothing": [*size_of_x(), call("o", "operator.mod", node("n"), 0)],
+    "a division by -1": [*size_of_x(), call("o", "operator.floordiv", node("n"), -1)],
     "a method of int": [*size_of_x(), call("o", "Tensor.__lshift__", node("n"), 2**33)],
     "a size without a list": [call("o", "Tensor.view", node("input_1"), 32)],
     "what an assertion gives": [
@@ -158,6 +160,36 @@ RAISES |= {
     ],
     "a computed range": [*computed(-(2**63)), call("o", "torch.arange", 0, BIG, -1)],
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("function", ["operator.mod", "operator.floordiv"])
+@pytest.mark.parametrize("by", [0, -1])
+def test_divisors_that_are_computed(function: str, by: int, tmp_path: Path) -> None:
+    """TorchScript does not check them, and the least integer by -1 ends the process."""
+    nodes = [*computed(by), call("q", function, node("n"), BIG)]
+    path = forged(tmp_path / "m", [*nodes, call("o", "torch.full", [2], node("q"))])
+    code = "import torch, torchq; m = torchq.load({!r}){}; m(torch.randn(4, 8))"
+    for made in ("", "; m = torch.jit.script(m)"):
+        command = [sys.executable, "-c", code.format(str(path), made)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 1 and "divisors that the graph" in result.stderr, result.stderr
+
+
+def test_modules_are_called_with_tensors(tmp_path: Path) -> None:
+    """One that passes its source on would give a number as a tensor."""
+    path = forged(tmp_path / "m", size_of_x())
+    tensors, metadata = read_tensors(path)
+    key = next(key for key in tensors if key.endswith("torchq_graph"))
+    fields = json.loads(bytes(tensors[key].tolist()))
+    (called,) = (entry for entry in fields["nodes"] if entry[0] == "call_module")
+    for source in (3, None, node("n"), [node("n")], []):
+        called[3] = [source]
+        fields["nodes"].remove(called)
+        fields["nodes"].insert(-1, called)
+        tensors[key] = torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8)
+        write_tensors("test", path, tensors, metadata)
+        with pytest.raises(ValueError, match="modules in the file's graph must be called with"):
+            torchq.load(path)
 
 
 def test_sizes_that_are_computed(tmp_path: Path) -> None:

@@ -260,9 +260,26 @@ def size(value: int) -> int:
     Raises:
         ValueError: it is beyond 2**31.
     """
-    if not -2147483648 <= value <= 2147483648:  # of the least integer, abs is negative in C++
+    # LARGEST_SIZE, which TorchScript cannot read; abs of the least integer is negative there
+    if not -2147483648 <= value <= 2147483648:
         raise ValueError(
             "torchq.load: sizes that the graph computes must be at most 2**31, got another one. "
+            "Check the source."
+        )
+    return value
+
+
+def divisor(value: int) -> int:
+    """Return a number by which a graph divides others, without the ones that end a process.
+
+    TorchScript compiles it: there ``n % 0`` and the least integer by -1 are not checked.
+
+    Raises:
+        ValueError: it is 0 or -1.
+    """
+    if value == 0 or value == -1:
+        raise ValueError(
+            "torchq.load: divisors that the graph computes must not be 0 or -1, got one of these. "
             "Check the source."
         )
     return value
@@ -293,6 +310,7 @@ PYTHON: dict[str, Callable[..., object]] = {
     **{f.__name__: f for f in (int, float, max, min, abs, len)},
     "torch._assert": torch._assert,
     "torchq.size": size,
+    "torchq.divisor": divisor,
 }  # fmt: skip
 """Functions of numbers, and two that read tensors: an item, and a check."""
 _PYTHON_NAMES = {function: name for name, function in PYTHON.items()}

@@ -17,7 +17,15 @@ import torch
 from torch import fx
 from torch._C import Argument, FunctionSchema
 
-from torchq.serialization.allowed import DTYPES, LARGEST_SIZE, PYTHON, is_known, schemas_of
+from torchq.serialization.allowed import (
+    DTYPES,
+    LARGEST_SIZE,
+    PYTHON,
+    divisor,
+    is_known,
+    schemas_of,
+    size,
+)
 
 
 class Kind(enum.Enum):
@@ -95,19 +103,19 @@ class Checker:
     def __init__(self) -> None:
         """Start without nodes."""
         self.facts: dict[fx.Node, Fact] = {}
-        self.sizes: set[fx.Node] = set()
+        self.checks: dict[fx.Node, Callable[[int], int]] = {}
         self.overload = ""
 
     def call(self, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> Fact:
         """Return what a call gives.
 
-        From here on ``sizes`` are the numbers in it that ``size`` has to check, and ``overload`` is
-        the one that was checked: no other one may run.
+        From here on ``checks`` has the numbers in it that have to be checked when the graph runs,
+        and ``overload`` is the one that was checked: no other one may run.
 
         Raises:
             ValueError: a file may not call this function so.
         """
-        fact, self.sizes = None, set()
+        fact, self.checks = None, {}
         if name in PYTHON and not kwargs:
             fact = self._of_python(name, args)
         elif name not in PYTHON:
@@ -140,8 +148,16 @@ class Checker:
             return Fact(Kind.NUMBER, 1)
         if any(isinstance(a, fx.Node) and self._is(a, Kind.TENSOR) for a in args):
             return TENSOR
+        if name in ("operator.mod", "operator.floordiv") and not self._may_divide(args):
+            return None
         bits = self._bits(name, args)
         return None if bits is None else Fact(Kind.NUMBER, bits)
+
+    def _may_divide(self, args: tuple[object, ...]) -> bool:
+        """Return whether the second number is neither 0 nor -1, or checked when the graph runs."""
+        if isinstance(by := args[-1], fx.Node):
+            self.checks[by] = divisor
+        return len(args) == 2 and by not in (0, -1)
 
     def _bits(self, name: str, args: tuple[object, ...]) -> int | None:
         """Return the bits of a result of numbers; None where it has no bound."""
@@ -264,7 +280,7 @@ class Checker:
             if isinstance(each, fx.Node):
                 if self.facts[each].kind is not Kind.NUMBER:
                     return False
-                self.sizes.add(each)
+                self.checks[each] = size
             elif isinstance(each, int | float) and not abs(each) <= LARGEST_SIZE:
                 return False
         return True
@@ -330,6 +346,11 @@ def _result(schema: FunctionSchema) -> Fact:
     if kinds[0].startswith("List["):
         return Fact(Kind.NUMBERS)
     return TENSOR if kinds[0] == "Tensor" else Fact(Kind.NUMBER)
+
+
+def has_tensors(fact: Fact) -> bool:
+    """Return whether a module may be called with such a value first: others pass through some."""
+    return fact.kind in (Kind.TENSOR, Kind.RESULT, Kind.PARTS)
 
 
 def are_values(values: object) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,17 @@ from torchq.attributes.json_text import read_json
 from torchq.functional.placeholders import count
 from torchq.graphs.module import QuantizedGraph
 from torchq.nn.module import QModule, text_bytes
-from torchq.serialization.allowed import DTYPES, by_name, name_of, size
+from torchq.serialization.allowed import DTYPES, by_name, name_of
 from torchq.serialization.conditions import is_held, is_name, is_path, is_variable
-from torchq.serialization.graph_checks import MODULE, RESULT, TENSOR, Checker, Fact, are_values
+from torchq.serialization.graph_checks import (
+    MODULE,
+    RESULT,
+    TENSOR,
+    Checker,
+    Fact,
+    are_values,
+    has_tensors,
+)
 from torchq.serialization.plain_modules import describe_plain
 
 GRAPH_KEY = "torchq_graph"
@@ -150,7 +159,7 @@ class _Reader:
         if op in ("call_function", "call_method"):
             known = target if op == "call_function" else f"Tensor.{target}"  # in version 2
             fact = self.checker.call(known, *values)
-            values = fx.node.map_arg(values, self._sized)
+            values = fx.node.map_arg(values, partial(self._checked, name))
             op, called = by_name(known, self.checker.overload)
         else:
             called, fact = target, _fact_of(op, bool(more))
@@ -160,11 +169,15 @@ class _Reader:
         node = self.graph.create_node(op, called, *values, name=name)
         self.nodes[name], self.checker.facts[node] = node, fact
 
-    def _sized(self, value: fx.Node) -> fx.Node:
-        """Return a number with a check in front of it, where the last call needs that."""
-        if value not in self.checker.sizes or value.target is size:
+    def _checked(self, name: str, value: fx.Node) -> fx.Node:
+        """Return a number behind its check, where the last call needs that.
+
+        The check's name begins as that of the call: the direct graph leaves guards out by names.
+        """
+        check = self.checker.checks.get(value)
+        if check is None or value.target is check:
             return value
-        checked = self.graph.call_function(size, (value,))
+        checked = self.graph.create_node("call_function", check, (value,), name=f"{name}_checked")
         self.checker.facts[checked] = self.checker.facts[value]
         return checked
 
@@ -196,7 +209,12 @@ class _Reader:
 
     def _check_values(self, op: str, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Refuse arguments that a node of this kind does not take."""
-        allowed = are_values([*args, *kwargs.values()]) if op == "call_module" else not kwargs
+        allowed = not kwargs
+        if op == "call_module":
+            sources = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
+            nodes = [source for source in sources if isinstance(source, fx.Node)]
+            allowed = are_values([*args, *kwargs.values()]) and 0 < len(nodes) == len(sources)
+            allowed = allowed and all(has_tensors(self.checker.facts[node]) for node in nodes)
         if op in ("placeholder", "get_attr"):
             allowed = not args and not kwargs
         if not allowed:
