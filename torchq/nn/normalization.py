@@ -123,7 +123,7 @@ class QSoftmax(_QNorm):
 
 
 class _QAffineNorm(_QNorm):
-    """With ``weight``, perhaps ``bias``: float32 in real units, or absent."""
+    """With ``weight`` and perhaps ``bias``: float32 in real units, or absent."""
 
     weight: Tensor | None
 
@@ -138,7 +138,7 @@ class _QAffineNorm(_QNorm):
         eps: float,
         **sizes: object,
     ) -> None:
-        """``affine`` has what is of ``shape``, by name; ``places``: which are to be loaded."""
+        """``affine`` has parameters of ``shape``; ``places``: which are to be loaded."""
         given = dict[str, bool]()
         for name, values in affine.items():
             if values is None and places[name]:

@@ -69,8 +69,7 @@ void check_eps(const char* op, double eps) {
                     ": eps must be finite and at least 0, got ", eps, ". The usual is 1e-5.");
 }
 
-/// Exact sums of n integers q and of their squares, and what they make of layer, group and RMS
-/// norm:
+/// Exact sums of n integers q and of their squares. Layer and group norm make of them
 ///
 ///   m = sum / n, center = rne(m), g = scale / sqrt(scale^2 variance + eps)
 ///   (scale q - scale m) / sqrt(...) = fma(float(q - center), float(g), float((center - m) g))
@@ -96,8 +95,9 @@ struct Statistics {
     factor = static_cast<float>(g);
     shift = static_cast<float>((whole - mean) * g);
   }
-  /// RMS norm, whose center is the zero point z: scale (q - z) / sqrt(scale^2 S((q - z)^2) / n +
-  /// eps)
+  /// RMS norm, with the zero point z in place of the mean and no shift:
+  ///
+  ///   g = scale / sqrt(scale^2 sum((q - z)^2) / n + eps)
   void finish_about(int32_t zero_point, double scale, double eps) {
     const int64_t z = zero_point;
     const double about = static_cast<double>(squares - 2 * z * sum + z * z * n);
