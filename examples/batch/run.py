@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,11 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 from torch import nn
 
 import torchq
+
+try:
+    import ray.data
+except ImportError as error:
+    sys.exit(f"{error}: run `pip install -r examples/batch/requirements.txt`.")
 
 SIDE = 16
 

