@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import subprocess
 import sys
@@ -38,6 +39,18 @@ def test_addresses_are_those_of_pyproject() -> None:
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/start.md"])
 def test_pages_say_whether_the_package_is_published(page: str) -> None:
     assert ("not yet on PyPI" not in read(page)) == ABOUT["tool"]["torchq"]["published"]
+
+
+@pytest.mark.skipif(ABOUT["tool"]["torchq"]["published"], reason="pip finds the wheel itself")
+def test_the_command_for_a_wheel_takes_that_of_the_machine(tmp_path: Path) -> None:
+    """dist/ has the wheels of both machines after make wheel-aarch64."""
+    (command,) = re.findall(r"^    pip install (dist/.*)$", read("README.md"), re.MULTILINE)
+    (tmp_path / "dist").mkdir()
+    names = [f"torchq_cpu-1.2.3-py3-none-manylinux_2_28_{m}.whl" for m in ("x86_64", "aarch64")]
+    for name in names:
+        (tmp_path / "dist" / name).touch()
+    found = subprocess.check_output(["bash", "-c", f"echo {command}"], cwd=tmp_path, text=True)
+    assert found.split() == [f"dist/{name}" for name in names if platform.machine() in name]
 
 
 @pytest.fixture(scope="module")
