@@ -33,18 +33,18 @@ SHELL := /bin/bash
 help:  ## This list
 	@sed -n 's/^\([a-z][a-z0-9-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 27
 
-demo: $(LIBRARY)  ## Train a small network on digits, quantize it, compare
+demo: $(VENV)/.examples  ## Train a small network on digits, quantize it, compare
 	$(BIN)/python examples/digits/run.py
 
-test: $(LIBRARY)  ## The tests on every tier of this CPU; options: make test ARGS='-k linear'
+test: $(VENV)/.test  ## The tests on every tier of this CPU; options: make test ARGS='-k linear'
 	$(PYTEST) $(ARGS)
 
-test-slow: $(LIBRARY)  ## The long rest: training, compilers, whole networks, fuzzing
+test-slow: $(VENV)/.test  ## The long rest: training, compilers, whole networks, fuzzing
 	$(PYTEST) -m slow $(ARGS)
 
 test-all: test test-slow  ## Both
 
-test-report: $(LIBRARY)  ## The HTML report in a headless browser (Debian: apt install chromium)
+test-report: $(VENV)/.test  ## The HTML report in a headless browser (Debian: apt install chromium)
 	$(BIN)/python -m pytest -m report $(ARGS)
 
 # A copy of the tree, for a library that is built in another way.
@@ -57,7 +57,7 @@ endef
 
 # All tiers are in AVX2 (tests/emulated).
 EMULATED := build/emulated
-test-emulated: $(VENV)/.emulated  ## The tests of tiers that this CPU lacks, in software; takes half an hour
+test-emulated: $(VENV)/.test $(VENV)/.emulated  ## The tests of tiers that this CPU lacks, in software; takes half an hour
 	$(call copy_tree,$(EMULATED))
 	cd $(EMULATED) && TORCHQ_EMULATE=1 $(CURDIR)/$(BIN)/python setup.py --quiet build_ext --inplace
 	cd $(EMULATED) && $(CURDIR)/$(BIN)/python -m pytest --ignore tests/kernels/test_disassembly.py \
@@ -75,7 +75,7 @@ UNSANITIZED_TESTS := --ignore tests/kernels/test_disassembly.py --ignore tests/o
   --deselect tests/kernels/test_isa.py::test_an_object \
   --deselect tests/kernels/test_robustness.py::test_nothing_is_written_past_the_end \
   --deselect tests/ops/test_result_allocator.py::test_calls_do_not_wait_for_fresh_pages
-test-sanitized: $(LIBRARY)  ## Kernels, ops and loaders under Address-, UndefinedBehavior- and ThreadSanitizer
+test-sanitized: $(VENV)/.test  ## Kernels, ops and loaders under Address-, UndefinedBehavior- and ThreadSanitizer
 	$(call copy_tree,$(SANITIZED))
 	cd $(SANITIZED) && TORCHQ_SANITIZE=1 $(CURDIR)/$(BIN)/python setup.py --quiet build_ext --inplace
 	cd $(SANITIZED) && export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
@@ -88,16 +88,16 @@ test-sanitized: $(LIBRARY)  ## Kernels, ops and loaders under Address-, Undefine
 test-neon:  ## The NEON kernels against the reference in an emulator (Debian: apt install g++-aarch64-linux-gnu qemu-user)
 	$(MAKE) --no-print-directory -C tests/neon
 
-conformance: $(LIBRARY)  ## 9300 random cases beside real oneDNN of two versions; writes docs/conformance.md
+conformance: $(VENV)/.test  ## 9300 random cases beside real oneDNN of two versions; writes docs/conformance.md
 	$(BIN)/python tests/conformance/run.py --markdown docs/conformance.md $(ARGS)
 
-zoo: $(VENV)/.bench  ## Whole published networks at full size, beside the peers
+zoo: $(VENV)/.test $(VENV)/.bench  ## Whole published networks at full size, beside the peers
 	$(BIN)/python -m pytest -m zoo $(ARGS)
 
 bench: $(VENV)/.bench  ## Times against the peers; options: make bench ARGS=...
 	$(BIN)/python -m benchmarks $(ARGS)
 
-docs: $(VENV)/.docs  ## The site, in docs/_build/html; a warning is an error
+docs: $(VENV)/.test $(VENV)/.docs  ## The site, in docs/_build/html; a warning is an error
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo 'The site is docs/_build/html/index.html.'
 
@@ -123,7 +123,7 @@ wheel: $(VENV)/.wheel  ## dist/: a wheel for Python 3.10 to 3.13, and an sdist
 	rm -f dist/*.tar.gz
 	$(BIN)/python -m build --no-isolation --sdist --outdir dist
 
-wheel-test: $(LIBRARY)  ## The wheel in dist/ beside every torch and Python it supports; downloads gigabytes
+wheel-test: $(VENV)/.test  ## The wheel in dist/ beside every torch and Python it supports; downloads gigabytes
 	$(BIN)/python tests/wheel/run.py dist/*_$(MACHINE).whl $(ARGS)
 
 wheel-aarch64: $(VENV)/.wheel  ## dist/: the wheel for AArch64, built here (Debian: apt install g++-aarch64-linux-gnu qemu-user)
@@ -131,7 +131,7 @@ wheel-aarch64: $(VENV)/.wheel  ## dist/: the wheel for AArch64, built here (Debi
 	$(call build_wheel,aarch64,_PYTHON_HOST_PLATFORM=linux-aarch64 CXX=aarch64-linux-gnu-g++ \
 	  TORCHQ_TORCH=$(CURDIR)/build/aarch64/root/usr/lib/python3/dist-packages/torch,.)
 
-wheel-test-aarch64: $(LIBRARY)  ## That wheel in an emulator: the same bits as here; takes a quarter of an hour
+wheel-test-aarch64: $(VENV)/.test  ## That wheel in an emulator: the same bits as here; takes a quarter of an hour
 	$(BIN)/python tests/wheel/aarch64.py test dist/*_aarch64.whl
 
 # AARCH64=1: the wheel of that machine, too. ARGS are those of wheel-test. A second wheel is compiled
@@ -149,7 +149,7 @@ release-check: $(VENV)/.wheel  ## All that can be checked before a release (RELE
 	mkdir -p build/sbom && $(BIN)/python tests/wheel/sbom.py build/sbom dist/*.whl
 	$(MAKE) --no-print-directory wheel-test $(if $(AARCH64),wheel-test-aarch64)
 
-lint: $(VENV)/.lint  ## ruff, mypy and clang-format, with the versions pinned in pyproject.toml
+lint: $(VENV)/.test $(VENV)/.lint  ## ruff, mypy and clang-format, with the versions pinned in pyproject.toml
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict torchq
@@ -204,7 +204,7 @@ $(LIBRARY): setup.py pyproject.toml $(SOURCES) $(VENV)/.torch
 	$(check_compiler)
 	@echo 'Building torchq: four to eight minutes on two cores the first time.'
 	$(BIN)/python setup.py --quiet build_ext --inplace
-	$(PIP) install --quiet --no-build-isolation -e '.[test]'
+	$(PIP) install --quiet --no-build-isolation -e .
 	@touch $@
 
 # These packages are there for their weights, which need nothing of what the packages ask for.

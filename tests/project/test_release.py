@@ -117,3 +117,24 @@ def test_the_matrix_has_the_releases_that_the_wheel_is_tried_with() -> None:
     tried = {name.rpartition(".")[0]: oldest for name, oldest in run["RELEASES"].items()}
     assert {torch: int(oldest) for torch, oldest, _ in rows} == tried
     assert {int(newest) for _, _, newest in rows} == {run["PYTHONS"][-1]}
+
+
+@pytest.mark.parametrize(
+    ("target", "extras"),
+    [
+        ("build", set()),
+        ("demo", {"examples"}),
+        ("test", {"test"}),
+        ("wheel", {"wheel"}),
+        ("docs", {"test", "docs"}),
+    ],
+)
+def test_a_target_installs_what_it_needs(target: str, extras: set[str]) -> None:
+    """In a fresh checkout; no command runs."""
+    command = ["make", "--dry-run", "--always-make", target]
+    done = subprocess.run(command, cwd=release.ROOT, capture_output=True, text=True, check=True)
+    installs = [
+        line for line in done.stdout.splitlines() if " install " in line and "-m pip" in line
+    ]
+    assert set(re.findall(r"\[([\w,]+)\]", " ".join(installs))) == extras
+    assert len(installs) == len(extras) + 3  # torch, what builds need, and torchq itself
