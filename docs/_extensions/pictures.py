@@ -2,7 +2,7 @@
 """The directive ``picture``: SVG within the page, so that it has the theme's colours.
 
 ``flow`` is drawn by hand in docs/_static; the others are computed from docs/data/models.json and
-from a seeded calibration when the site is built.
+from seeded models when the site is built.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from pathlib import Path
 
 import bars
+import decisions
 import torch
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -152,6 +154,7 @@ def flow() -> str:
 
 
 PICTURES = {"accuracy_and_time": accuracy_and_time, "histogram": histogram, "flow": flow}
+PICTURES |= {name: partial(decisions.draw, name) for name in decisions.EXAMPLES}
 
 
 class Picture(SphinxDirective):
