@@ -33,6 +33,7 @@ extensions = [
     "sphinx_copybutton",
     "public",
     "generated",
+    "notebooks",
     "pictures",
 ]
 # Examples are part of the pages of the names that they belong to.
@@ -43,6 +44,8 @@ default_role = "py:obj"
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
+
+notebook_site = addresses["Documentation"]
 
 napoleon_use_ivar = True
 napoleon_custom_sections = [("Shapes", "params_style"), ("Buffers", "params_style")]
