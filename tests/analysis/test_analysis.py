@@ -215,7 +215,7 @@ def test_report_names_every_layer_and_needs_nothing_else(
     for heading in ("Least accurate", "Most of the time", "What stays float, and why"):
         assert f"<h2>{heading}</h2>" in text
     assert re.search(r"[\d.]+ times (faster|slower) and [\d.]+ times smaller than float", text)
-    assert text.count("<svg") == 4
+    assert text.count("<svg") == 5
     assert not re.search(r"https?://|src=|@import|\$[a-z]", text)
     accuracy = torchq.compare(prepared, qmodel, data)
     assert f"{accuracy.output:.1f} dB" in text
@@ -296,7 +296,8 @@ def test_results_show_themselves(flow, what: str) -> None:
     assert repr(result) == str(result) and "(rows=" not in repr(result)
     html = result._repr_html_()
     rows = {"explain": 7, "sensitivity": 3, "emulate": 3}.get(what, 4)
-    assert html.startswith("<table>") and html.count("<tr>") == 1 + rows
+    assert html.startswith("<details open>" if what == "explain" else "<table>")
+    assert html.count("<tr>") == 1 + rows
     assert html.count("<td") % rows == 0 and "<p>" in html
 
 

@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import html
+import importlib.util
+import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,7 +20,11 @@ import torchq
 
 pytestmark = pytest.mark.report
 
-CLICK = "<script>document.querySelectorAll('#layers th')[2].click();</script></body>"
+HEAD = "document.querySelectorAll('#layers th')[2]"
+SORTS = {
+    "click": f"{HEAD}.click()",
+    "enter": f"{HEAD}.dispatchEvent(new KeyboardEvent('keydown', {{key: 'Enter'}}))",
+}
 
 
 def chromium(*arguments: str) -> str:
@@ -63,9 +71,11 @@ def test_nothing_is_wider_than_the_window(page: Path, width: int) -> None:
     assert int(document.split("<title>")[1].split("<")[0]) <= width
 
 
-def test_a_click_on_a_heading_sorts(page: Path) -> None:
+@pytest.mark.parametrize("how", SORTS)
+def test_a_click_on_a_heading_sorts(page: Path, how: str) -> None:
     clicked = page.with_name("clicked.html")
-    clicked.write_text(page.read_text().replace("</body>", CLICK))
+    script = f"<script>{SORTS[how]};</script></body>"
+    clicked.write_text(page.read_text().replace("</body>", script))
     document = chromium("--dump-dom", clicked.as_uri())
     assert 'aria-sort="ascending"' in document
     body = document[document.rindex("<tbody>") : document.rindex("</tbody>")]
@@ -73,3 +83,29 @@ def test_a_click_on_a_heading_sorts(page: Path) -> None:
     figures = [float(value) for value in values if value]
     assert len(figures) == 3 and figures == sorted(figures)
     assert values[-1] == "", "rows without a figure come last"
+
+
+SCHEMES = pytest.mark.parametrize("scheme", ["light", "dark"])
+
+
+@SCHEMES
+def test_axe_finds_no_violation(page: Path, scheme: str) -> None:
+    """Deque's checks of accessibility: names, contrast, headings, tables, in both schemes."""
+    folder = importlib.util.find_spec("axe_playwright_python")
+    assert folder is not None and folder.submodule_search_locations, "run make test-report"
+    axe = Path(folder.submodule_search_locations[0], "axe.min.js").read_text(encoding="utf-8")
+    checked = page.with_name("checked.html")
+    text = page.read_text(encoding="utf-8")
+    if scheme == "dark":
+        text = text.replace("(prefers-color-scheme: dark)", "all")
+    script = f"<script>{axe}</script><script>axe.run().then(found => {{"
+    script += "const told = document.createElement('pre'); told.id = 'axe'; told.textContent = "
+    script += "JSON.stringify([found.passes.length, found.violations.map(v => [v.id, v.help, "
+    script += "v.nodes.map(n => n.html.slice(0, 120))])]); document.body.append(told);"
+    script += "});</script></body>"
+    checked.write_text(text.replace("</body>", script), encoding="utf-8")
+    document = chromium("--dump-dom", checked.as_uri())
+    told = re.search(r'<pre id="axe">(.*?)</pre>', document, re.DOTALL)
+    assert told, "axe did not end"
+    passes, violations = json.loads(html.unescape(told[1]))
+    assert passes > 15 and violations == []

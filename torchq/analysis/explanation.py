@@ -15,7 +15,7 @@ from torchq.nn.embedding import QEmbedding, QEmbeddingBag
 from torchq.nn.module import QModule
 from torchq.report import reasons
 from torchq.report.rows import Row, Weight, joined
-from torchq.report.tables import html_table, text_table
+from torchq.report.tables import folding_table, text_table
 
 _RECURRENT = ("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
 
@@ -122,8 +122,8 @@ class Explanation:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """Return the same table, for notebooks."""
-        return html_table(_HEADS, self._cells(), self._notes())
+        """Return the same table, for notebooks: it folds, and long ones are folded at first."""
+        return folding_table(_HEADS, self._cells(), self._notes())
 
     def _cells(self) -> list[tuple[str, str, str, str]]:
         """Return the lines of the table."""

@@ -24,8 +24,10 @@ from torchq.analysis.accuracy import (
     float_layers,
     without_observers,
 )
+from torchq.analysis.advice import next_steps
 from torchq.analysis.explanation import Explanation, explain
 from torchq.analysis.speed import LayerTime, Profile, profile
+from torchq.analysis.timeline import timeline
 from torchq.analysis.timing import UNSTEADY
 from torchq.models.attached import computing_modules
 from torchq.models.hooks import watching
@@ -75,6 +77,8 @@ def write_report(
         title=escape(title or type(model).__name__),
         **_headline(rows, accuracy, times, _bytes(model), _bytes(qmodel)),
         machine=escape(f"{_machine()}; times of {_batch(data[0])}"),
+        steps="".join(f"<li>{escape(step)}</li>" for step in next_steps(rows, accuracy, times)),
+        timeline=timeline(times),
         floats=_floats(rows),
         losing=_table(
             ("layer", "float ms", "int8 ms"),
@@ -132,7 +136,7 @@ def _headline(
         (f"{quantized} of {len(matmuls)}", "convolutions and linears in int8"),
     ]
     boxes = "".join(f"<div><b>{escape(v)}</b>{escape(k)}</div>" for v, k in facts)
-    return {"lead": escape(lead), "facts": boxes}
+    return {"lead": escape(lead[0].upper() + lead[1:]), "facts": boxes}
 
 
 def _speed_fact(times: Profile) -> tuple[str, str]:

@@ -18,6 +18,19 @@ def text_table(lines: Iterable[Sequence[str]], notes: Iterable[str] = ()) -> str
     return "\n".join(line.rstrip() for line in (*padded, *notes))
 
 
+_OPEN = 20  # rows of a table that is unfolded at first
+
+
+def folding_table(
+    heads: Sequence[str], lines: Iterable[Sequence[object]], notes: Sequence[str]
+) -> str:
+    """Return a table that folds under its last note, and the other notes below it."""
+    rows = list(lines)
+    state = " open" if len(rows) <= _OPEN else ""
+    table = html_table(heads, rows, notes[:-1])
+    return f"<details{state}><summary>{escape(notes[-1])}</summary>{table}</details>"
+
+
 def html_table(
     heads: Sequence[str], lines: Iterable[Sequence[object]], notes: Iterable[str] = ()
 ) -> str:
