@@ -62,9 +62,16 @@ pygments_dark_style = "github-dark"
 html_title = f"torchq {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_extra_path = ["llms.txt"]
+html_extra_path = ["llms.txt", "versions.json"]
 html_copy_source = False
 html_show_sphinx = False
+html_context = {"versions_site": addresses["Documentation"]}
+html_sidebars = {
+    "**": [
+        *(f"sidebar/{part}.html" for part in ("brand", "search", "versions", "scroll-start")),
+        *(f"sidebar/{part}.html" for part in ("navigation", "ethical-ads", "scroll-end")),
+    ]
+}
 html_theme_options = {
     "navigation_with_keys": True,
     "footer_icons": [

@@ -192,6 +192,21 @@ def test_the_table_of_the_readme_is_that_of_the_data() -> None:
     assert tables == [bars.table()], REMEDY
 
 
+def test_the_readme_says_by_how_much_torchq_wins() -> None:
+    """All of them, as frozen TorchScript and in eager PyTorch, against the best of the others."""
+    said = []
+    for key in ("torchq_script_ms", "torchq_ms"):
+        peers = [
+            [t for t in r["peers"].values() if isinstance(t, float)] for r in bars.rows().values()
+        ]
+        best = [min(times) / r[key] for times, r in zip(peers, bars.rows().values(), strict=True)]
+        assert min(best) > 1
+        said.append((len(best), f"{min(best):.2f}", f"{max(best):.1f}"))
+    readme = " ".join(bars.README.read_text(encoding="utf-8").split())
+    found = re.findall(r"all (\d+).{,60}?,(?: too,)? by (\S+) to (\S+) times", readme)
+    assert [(int(count), low, high) for count, low, high in found] == said
+
+
 def test_docs_models_is_the_page_of_the_data() -> None:
     assert bars.PAGE.read_text(encoding="utf-8") == bars.page(), REMEDY
 

@@ -72,7 +72,8 @@ def test_a_kernel_runs_a_notebook(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     before = notebook_of(page, SITE)
     notebook = nbformat.reads(json.dumps(before), as_version=4)
-    nbclient.NotebookClient(notebook, timeout=300, cwd=str(tmp_path)).execute()
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=300, resources=resources).execute()
     compared = 0
     for cell, expected in zip(notebook.cells, before["cells"], strict=True):
         said = "".join("".join(o["text"]) for o in expected.get("outputs", []))
