@@ -163,8 +163,15 @@ where only large differences count.
   convolutions float.
 
 ImageNet is not on this page, since its images may not be passed on. If you have the validation
-images, `python -m benchmarks accuracy --imagenet PATH --only torchq` measures the image networks of
-NNCF's own table. Names such as `torchvision/resnet18` in front of `--imagenet` choose some of them.
+images, three commands measure the image networks of NNCF's own table, in a checkout after
+`make build`. The second one tries a single network:
+
+```shell
+.venv/bin/python -m pip install torchvision timm
+.venv/bin/python -m benchmarks accuracy torchvision/resnet18 --imagenet PATH --only torchq
+.venv/bin/python -m benchmarks accuracy --imagenet PATH --only torchq --markdown imagenet.md
+```
+
 Images are `PATH/val/<class>/*.JPEG`, in 1000 folders whose sorted names are the classes. 300 images
 calibrate, and the others give top-1 and top-5. Networks and their published weights come from
 torchvision and timm. `--weights FOLDER` reads state dicts such as `FOLDER/resnet18.pth` instead,

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import argparse
+import re
+import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +17,12 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from benchmarks.accuracy import imagenet
+from benchmarks.accuracy import command, imagenet
 
 COLORS = {"n01": (200, 60, 60), "n02": (60, 200, 60), "n10": (60, 60, 200)}
 NAME = "torchvision/resnet18"
 
+ROOT = Path(__file__).parents[2]
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -69,6 +73,32 @@ def test_right_answers_are_counted(benchmarks: Command, folder: Path) -> None:
     assert "| float | 100.00 / 100.00 |" in result.stdout
     assert "| torchq, fast | 100.00 / 100.00 |" in result.stdout
     assert page.read_text().startswith(f"# Accuracy on ImageNet\n\n## {NAME}\n")
+
+
+@pytest.mark.usefixtures("colors")
+def test_the_commands_of_the_page(
+    benchmarks: Command, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dry run, on the made folder: the page has three commands, and the last writes a page."""
+    text = (ROOT / "docs/accuracy.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\.venv/bin/python -m (.*)$", text, re.MULTILINE)
+    install, one, every = [shlex.split(line) for line in lines]
+    assert install[:2] == ["pip", "install"]
+    monkeypatch.setattr(imagenet, "MODELS", (NAME,))
+    monkeypatch.chdir(folder)
+    for words in (one, every):
+        assert words[:2] == ["benchmarks", "accuracy"]
+        options = [str(folder) if word == "PATH" else word for word in words[1:]]
+        result = benchmarks(*options, "--weights", str(folder), "--rounds", "1")
+        assert result.returncode == 0, result.stderr
+        assert "| torchq, best | 100.00 / 100.00 |" in result.stdout
+    assert (folder / "imagenet.md").read_text().startswith("# Accuracy on ImageNet\n")
+
+
+def test_the_page_says_what_the_command_writes() -> None:
+    written = command._page(argparse.Namespace(imagenet=None, rounds=15), [])
+    words = written[written.index("- *torch.ao*") :].strip()
+    assert words and words in (ROOT / "docs/accuracy.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.usefixtures("colors")
