@@ -90,10 +90,10 @@ def coarse_names(graphs: Iterable[Settled]) -> dict[str, str]:
     found: dict[str, str] = {}
     for settled in graphs:
         before, after = settled.seen.watched, settled.plan
-        reasons_by_name = {after.ops[node].base: why for node, why in (after.coarse or {}).items()}
-        for base in (*(layer.op.base for layer in before.active), *reasons_by_name):
+        coarse = {after.ops[node].base: why for node, why in (after.coarse or {}).items()}
+        for base in (*(layer.op.base for layer in before.active), *coarse):
             name = f"{before.prefix}{base}"
-            found[name] = reasons_by_name.get(base) or found.get(name, "")
+            found[name] = coarse.get(base) or found.get(name, "")
     return found
 
 
@@ -112,9 +112,9 @@ def with_coarse(
     for settled in graphs:
         rows = _updated(rows, settled.seen.watched, settled.plan)
     for name, leaf in alone.items():
-        known = leaf.seen.watched.coarse is not None
-        for why in () if known else (leaf.plan.coarse or {}).values():
-            now = why.startswith(reasons.DYNAMIC)
+        known = leaf.seen.watched.coarse is not None or not leaf.plan.coarse
+        for layer in () if known else leaf.plan.layers:
+            now, why = layer.op.node in leaf.plan.dynamic_at, layer.reason
             rows = [
                 replace(row, quantized=now, reason=why) if row.name == name else row for row in rows
             ]
