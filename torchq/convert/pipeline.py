@@ -30,8 +30,8 @@ from torchq.convert.settled import Seen, Settled, Source
 from torchq.convert.sources import CHECKS, name_sources
 from torchq.convert.swap.checks import check_model, check_prepared
 from torchq.convert.swap.flow import plain_copy, prepare_settled
+from torchq.convert.swap.leaf_plans import plan_of
 from torchq.convert.swap.observed import ObservedLeaf
-from torchq.convert.swap.planning import plan_of
 from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.tables import share_rows, with_rows, with_tables
 from torchq.convert.unseen import keep_options, warn_of_floats
