@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a float model to an int8 one: the stages of preparing and converting, in order."""
+"""From a float model to an int8 one: the stages of preparing and converting, in order.
+
+Between them ``prepared.py`` has the observers of a graph, and ``settled.py`` makes scales of them.
+"""
 
 from __future__ import annotations
 
@@ -120,8 +123,8 @@ def _prepared(
     refuse_save_pretrained(prepared)
     if config.check_inputs:
         vars(prepared)[CHECKS] = True
-    if "" in parts.reasons:
-        vars(prepared)["torchq_note"] = f"the whole is not captured: {parts.reasons['']}"
+    if "" in parts.why:
+        vars(prepared)["torchq_note"] = f"the whole is not captured: {parts.why['']}"
     return cast(Model, prepared)
 
 
@@ -274,8 +277,8 @@ def _lower(
 
 def _with_copies(row: Row, weights: PackedWeights) -> Row:
     """Return the row of a layer, which says so where its weight is packed several times."""
-    reasons = (row.reason, weights.copies(row.name) if row.is_matmul and row.quantized else "")
-    return replace(row, reason="; ".join(filter(None, reasons)))
+    copies = weights.copies(row.name) if row.is_matmul and row.quantized else ""
+    return replace(row, reason="; ".join(filter(None, (row.reason, copies))))
 
 
 def _take_tensors(graph: nn.Module, memo: dict[int, Any]) -> None:

@@ -17,7 +17,7 @@ from torchq.capture.ops import Op, Role
 from torchq.capture.patterns import GETITEM, row_of
 from torchq.convert.settled import Settled
 from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
-from torchq.planning.layers import Layer
+from torchq.planning.layers import KEEPING, Layer
 from torchq.planning.plan import Plan
 from torchq.quantization.config import Overrides, unmatched_patterns
 from torchq.report import reasons
@@ -164,7 +164,8 @@ def _together(rows: list[Row]) -> Row:
         return replace(rows[0], reason="; ".join(filter(None, found)))
     left = next(row.reason for row in rows if not row.quantized)
     first = quantized[0]
-    return replace(first, reason=f"{first.reason or 'int8'}; elsewhere float: {left}")
+    here = first.reason or "int8"
+    return replace(first, reason=reasons.ELSEWHERE.format(here=here, why=left))
 
 
 def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
@@ -182,19 +183,13 @@ def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
         host = plan.table_hosts.get(layer, layer)
         if quantized and op.node is not host.op.node:
             reason, site = f"{reasons.FUSED}{plan.prefix}{host.op.name}", host.op.name
-    elif op.role in (Role.MOVE, Role.PASS, Role.POOL, Role.PAD):
+    elif op.role in KEEPING:
         quantized = plan.is_int8(op.node)
-        reason = reasons.PASSES if op.role is Role.PASS else ""
-        if not quantized:
-            reason = reasons.FLOAT_SOURCES
+        reason = reasons.PASSES if quantized and op.role is Role.PASS else op.reason
     elif op.role is Role.DYNAMIC:
         quantized = True
     elif op.role is Role.FAKE:
         quantized, reason = True, reasons.LEVELS
-    elif op.role is Role.SLOPES:
-        reason = reasons.CHANNEL_SLOPES
-    elif op.role is Role.NORM:
-        reason = reasons.ALONE_ON_ROWS
     is_matmul = isinstance(op.owner, (*MATMUL, *RECURRENT)) or op.is_matmul
     row = Row(name, op.kind, quantized, reason, site, is_matmul, op.requested)
     return replace(row, weights=_weights(plan, op))
