@@ -46,7 +46,7 @@ def _wanted(plan: Plan) -> tuple[set[fx.Node], set[fx.Node]]:
         (hard if layer.role in HARD else soft).update(roots)
         if layer.residual is not None:
             soft.add(plan.root(layer.residual))
-        if plan.may_emit_int8(layer):
+        if layer.may_emit_int8:
             emitted.add(plan.root(layer.dst))
     # what a float operation reads as well gains nothing from 8 bits: a residual stream, say
     return hard, emitted & soft - _read_as_float(plan)

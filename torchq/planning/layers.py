@@ -36,6 +36,7 @@ class Layer:
         slopes: of a leaky relu behind it, one per channel.
         fake: the fake quantizer of its result.
         src_factors: what each channel of its source was divided by; float modules lack them.
+        may_emit_int8: whether a configuration lets its destination be int8.
         reason: why it stays float; "" where it is quantized.
     """
 
@@ -51,6 +52,7 @@ class Layer:
     slopes: Tensor | None = None
     fake: FakeQuantize | None = None
     src_factors: Tensor | None = None
+    may_emit_int8: bool = True
     reason: str = ""
 
     @property

@@ -126,15 +126,9 @@ class Plan:
         """Return them in the order of their results, quantized or not."""
         return [layer for layer in self.layers if isinstance(layer.op.module, Cat)]
 
-    def may_emit_int8(self, layer: Layer) -> bool:
-        """Return whether its destination may be int8."""
-        config = self.config(f"{layer.op.base}.dst")
-        return config is not None and not config.dynamic
-
     def emits_int8(self, layer: Layer) -> bool:
         """Return whether a quantized layer's destination is int8."""
-        wanted = layer.fake is not None or self.may_emit_int8(layer)
-        return self.is_int8(layer.dst) and wanted
+        return self.is_int8(layer.dst) and (layer.fake is not None or layer.may_emit_int8)
 
     # Groups: values that share one scale and zero point
 
