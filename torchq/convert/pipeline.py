@@ -226,7 +226,7 @@ def _converted(prepared: Model, strict: bool, every_leaf: bool, weights: PackedW
     coarse = coarse_names(settled)
     plans = {name: plan_of(leaf, coarse.get(name)) for name, leaf in leaves.items()}
     alone = {name: settle(Seen(leaf.recorder, plans[name])) for name, leaf in leaves.items()}
-    rows = with_coarse(found, prepared, settled, alone)
+    rows = with_coarse(found, prepared, [*settled, *alone.values()])
     if strict:
         check_strict(rows, prepared.torchq_weights)  # type: ignore[arg-type]
     memo = _units(prepared)

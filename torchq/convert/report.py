@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 
@@ -97,27 +97,14 @@ def coarse_names(graphs: Iterable[Settled]) -> dict[str, str]:
     return found
 
 
-def with_coarse(
-    rows: Sequence[Row],
-    prepared: nn.Module,
-    graphs: Iterable[Settled],
-    alone: Mapping[str, Settled],
-) -> list[Row]:
-    """Return the rows of a calibrated model.
+def with_coarse(rows: Sequence[Row], prepared: nn.Module, plans: Iterable[Settled]) -> list[Row]:
+    """Return the rows of a calibrated model, by the ``plans`` of its graphs and leaves.
 
     Linear and recurrent layers that one scale does not suit become dynamic; convolutions stay
-    float, and so does the first of several layers of an LSTM. ``alone`` are leaves, by name, as
-    their own calls have them.
+    float, and so does the first of several layers of an LSTM.
     """
-    for settled in graphs:
+    for settled in plans:
         rows = _updated(rows, settled.seen.watched, settled.plan)
-    for name, leaf in alone.items():
-        known = leaf.seen.watched.coarse is not None or not leaf.plan.coarse
-        for layer in () if known else leaf.plan.layers:
-            now, why = layer.op.node in leaf.plan.dynamic_at, layer.reason
-            rows = [
-                replace(row, quantized=now, reason=why) if row.name == name else row for row in rows
-            ]
     for name, unit in prepared.named_modules():
         if isinstance(unit, ObservedRNN | ObservedRNNCell) and (why := unit.why_coarse()):
             several = (_coarse(row, unit, why) if row.name == name else [row] for row in rows)
@@ -175,11 +162,8 @@ def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
     elif (whole := plan.dynamic_wholes.get(op.node)) is not None:
         quantized, reason, site = True, f"{reasons.FUSED}{plan.prefix}{whole.name}", whole.name
     elif layer is not None:
-        reason = layer.reason
-        quantized = not reason
-        if quantized:
-            reason = layer.op.note
-        quantized |= op.node in plan.dynamic_at
+        reason = layer.reason or layer.op.note
+        quantized = not layer.reason or op.node in plan.dynamic_at
         host = plan.table_hosts.get(layer, layer)
         if quantized and op.node is not host.op.node:
             reason, site = f"{reasons.FUSED}{plan.prefix}{host.op.name}", host.op.name
