@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import torchq
-from torchq.convert.swap.planning import Leaves
+from torchq.convert.swap.leaf_plans import Leaves
 from torchq.planning.plan import Plan
 
 

@@ -327,8 +327,8 @@ class Trials:
         if trial.as_whole:
             left = {layer.op.node for layer in plan.active}
             of_whole = self._coarse[number].items()
-            reasons = {node: why for node, why in of_whole if node in left}
-            seen = seen.with_plan(without_coarse(plan, reasons))
+            found = {node: why for node, why in of_whole if node in left}
+            seen = seen.with_plan(without_coarse(plan, found))
         names = [name for name in plan.self_contained if name in known]
         opaque = {name: self.whole.get_submodule(f"{plan.prefix}{name}") for name in names}
         return Lowering(settle(seen), opaque, self._weights).run()

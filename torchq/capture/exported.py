@@ -195,7 +195,7 @@ def _warm(module: nn.Module, call: Call) -> tuple[nn.Module, bool, list[Tensor] 
         CaptureError: each call changes what it keeps, the values of the first one decide, the code
             changes what its arguments hold, or it returns what no graph holds.
     """
-    warm, again, given = twin(module), twin(module), copied(*call)
+    warm, given = twin(module), copied(*call)
     before, (leaves, spec) = state_of(warm), pytree.tree_flatten(opened(given))
     with torch.no_grad(), same_numbers(), FakeFunctions(replace=False) as functions:
         result = warm(*given[0], **given[1])
@@ -207,6 +207,7 @@ def _warm(module: nn.Module, call: Call) -> tuple[nn.Module, bool, list[Tensor] 
     first = state_of(warm)
     if not changed(before, first):
         return module, functions.seen, float_tensors(result)
+    again = twin(module)
     with torch.no_grad(), contextlib.suppress(Exception):  # of values that the code refuses
         given = copied(*call)
         warm(*given[0], **given[1])

@@ -50,11 +50,11 @@ class Parts:
 
     Attributes:
         found: in the order of the modules.
-        reasons: module that is not captured -> why.
+        why: module that is not captured -> why.
     """
 
     found: list[Part] = field(default_factory=list)
-    reasons: dict[str, str] = field(default_factory=dict)
+    why: dict[str, str] = field(default_factory=dict)
 
 
 def find_parts(model: nn.Module, args: Args, kwargs: Kwargs) -> Parts:
@@ -102,11 +102,11 @@ def _capture(parts: Parts, module: nn.Module, name: str, call: Call) -> bool:
             exported, captured = _captured(module, call, widen=False)
             exported.lines = lines
     except CaptureError as error:
-        parts.reasons[name] = str(error)
+        parts.why[name] = str(error)
         return False
     except Exception as error:  # the model's own code runs anyway
         first = str(error).partition("\n")[0]
-        parts.reasons[name] = f"it makes no graph, got {type(error).__name__}: {first}"
+        parts.why[name] = f"it makes no graph, got {type(error).__name__}: {first}"
         return False
     captured.prefix = f"{name}." if name else ""
     compute_once(captured)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a float model to an int8 one: the stages of preparing and converting, in order."""
+"""From a float model to an int8 one: the stages of preparing and converting, in order.
+
+Between them ``prepared.py`` has the observers of a graph, and ``settled.py`` makes scales of them.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,8 @@ from torchq.convert.settled import Seen, Settled, Source
 from torchq.convert.sources import CHECKS, name_sources
 from torchq.convert.swap.checks import check_model, check_prepared
 from torchq.convert.swap.flow import plain_copy, prepare_settled
+from torchq.convert.swap.leaf_plans import plan_of
 from torchq.convert.swap.observed import ObservedLeaf
-from torchq.convert.swap.planning import plan_of
 from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.tables import share_rows, with_rows, with_tables
 from torchq.convert.unseen import keep_options, warn_of_floats
@@ -120,8 +123,8 @@ def _prepared(
     refuse_save_pretrained(prepared)
     if config.check_inputs:
         vars(prepared)[CHECKS] = True
-    if "" in parts.reasons:
-        vars(prepared)["torchq_note"] = f"the whole is not captured: {parts.reasons['']}"
+    if "" in parts.why:
+        vars(prepared)["torchq_note"] = f"the whole is not captured: {parts.why['']}"
     return cast(Model, prepared)
 
 
@@ -223,7 +226,7 @@ def _converted(prepared: Model, strict: bool, every_leaf: bool, weights: PackedW
     coarse = coarse_names(settled)
     plans = {name: plan_of(leaf, coarse.get(name)) for name, leaf in leaves.items()}
     alone = {name: settle(Seen(leaf.recorder, plans[name])) for name, leaf in leaves.items()}
-    rows = with_coarse(found, prepared, settled, alone)
+    rows = with_coarse(found, prepared, [*settled, *alone.values()])
     if strict:
         check_strict(rows, prepared.torchq_weights)  # type: ignore[arg-type]
     memo = _units(prepared)
@@ -274,8 +277,8 @@ def _lower(
 
 def _with_copies(row: Row, weights: PackedWeights) -> Row:
     """Return the row of a layer, which says so where its weight is packed several times."""
-    reasons = (row.reason, weights.copies(row.name) if row.is_matmul and row.quantized else "")
-    return replace(row, reason="; ".join(filter(None, reasons)))
+    copies = weights.copies(row.name) if row.is_matmul and row.quantized else ""
+    return replace(row, reason="; ".join(filter(None, (row.reason, copies))))
 
 
 def _take_tensors(graph: nn.Module, memo: dict[int, Any]) -> None:

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from torchq.capture.graph import Captured
 from torchq.capture.ops import Role
-from torchq.convert.watching import Watch, watched_ranges
+from torchq.convert.watching import KINDS, Watch, watched_ranges
 from torchq.graphs.data import graph_of, plain_nodes
 from torchq.planning.passes import decided
 from torchq.planning.plan import Plan
@@ -41,6 +41,9 @@ class Prepared(nn.Module):
         torchq_report: what was decided for each module.
     """
 
+    observers: nn.ModuleList
+    samples: nn.ModuleList
+
     def __init__(self, plan: Plan, opaque: Mapping[str, nn.Module], rows: list[Row]) -> None:
         """Start with nothing to record.
 
@@ -51,8 +54,8 @@ class Prepared(nn.Module):
         """
         super().__init__()
         self.plan, self.torchq_report, self.opaque_names = plan, rows, list(opaque)
-        self.observers, self.samples = nn.ModuleList(), nn.ModuleList()
-        self.channels, self.rows = nn.ModuleList(), nn.ModuleList()
+        for name in KINDS.values():
+            self.add_module(name, nn.ModuleList())
         # key of a watch -> its place in the list
         self._index: dict[tuple[str, Hashable, tuple[str, ...]], int] = {}
         graph = copy.deepcopy(plan.captured.graph)
@@ -88,11 +91,8 @@ class Prepared(nn.Module):
             self.graph_module.recompile()
 
     def _list(self, kind: str) -> nn.ModuleList:
-        """Return the recorders of a kind, in a list of its own."""
-        name = {"observer": "observers", "sample": "samples"}.get(kind, kind)
-        if name not in self._modules:
-            self.add_module(name, nn.ModuleList())
-        found = getattr(self, name)
+        """Return the recorders of a kind."""
+        found = self.get_submodule(KINDS[kind])
         assert isinstance(found, nn.ModuleList)
         return found
 

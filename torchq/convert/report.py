@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 
@@ -17,7 +17,7 @@ from torchq.capture.ops import Op, Role
 from torchq.capture.patterns import GETITEM, row_of
 from torchq.convert.settled import Settled
 from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
-from torchq.planning.layers import Layer
+from torchq.planning.layers import KEEPING, Layer
 from torchq.planning.plan import Plan
 from torchq.quantization.config import Overrides, unmatched_patterns
 from torchq.report import reasons
@@ -90,34 +90,21 @@ def coarse_names(graphs: Iterable[Settled]) -> dict[str, str]:
     found: dict[str, str] = {}
     for settled in graphs:
         before, after = settled.seen.watched, settled.plan
-        reasons_by_name = {after.ops[node].base: why for node, why in (after.coarse or {}).items()}
-        for base in (*(layer.op.base for layer in before.active), *reasons_by_name):
+        coarse = {after.ops[node].base: why for node, why in (after.coarse or {}).items()}
+        for base in (*(layer.op.base for layer in before.active), *coarse):
             name = f"{before.prefix}{base}"
-            found[name] = reasons_by_name.get(base) or found.get(name, "")
+            found[name] = coarse.get(base) or found.get(name, "")
     return found
 
 
-def with_coarse(
-    rows: Sequence[Row],
-    prepared: nn.Module,
-    graphs: Iterable[Settled],
-    alone: Mapping[str, Settled],
-) -> list[Row]:
-    """Return the rows of a calibrated model.
+def with_coarse(rows: Sequence[Row], prepared: nn.Module, plans: Iterable[Settled]) -> list[Row]:
+    """Return the rows of a calibrated model, by the ``plans`` of its graphs and leaves.
 
     Linear and recurrent layers that one scale does not suit become dynamic; convolutions stay
-    float, and so does the first of several layers of an LSTM. ``alone`` are leaves, by name, as
-    their own calls have them.
+    float, and so does the first of several layers of an LSTM.
     """
-    for settled in graphs:
+    for settled in plans:
         rows = _updated(rows, settled.seen.watched, settled.plan)
-    for name, leaf in alone.items():
-        known = leaf.seen.watched.coarse is not None
-        for why in () if known else (leaf.plan.coarse or {}).values():
-            now = why.startswith(reasons.DYNAMIC)
-            rows = [
-                replace(row, quantized=now, reason=why) if row.name == name else row for row in rows
-            ]
     for name, unit in prepared.named_modules():
         if isinstance(unit, ObservedRNN | ObservedRNNCell) and (why := unit.why_coarse()):
             several = (_coarse(row, unit, why) if row.name == name else [row] for row in rows)
@@ -164,7 +151,8 @@ def _together(rows: list[Row]) -> Row:
         return replace(rows[0], reason="; ".join(filter(None, found)))
     left = next(row.reason for row in rows if not row.quantized)
     first = quantized[0]
-    return replace(first, reason=f"{first.reason or 'int8'}; elsewhere float: {left}")
+    here = first.reason or "int8"
+    return replace(first, reason=reasons.ELSEWHERE.format(here=here, why=left))
 
 
 def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
@@ -174,27 +162,18 @@ def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
     elif (whole := plan.dynamic_wholes.get(op.node)) is not None:
         quantized, reason, site = True, f"{reasons.FUSED}{plan.prefix}{whole.name}", whole.name
     elif layer is not None:
-        reason = layer.reason
-        quantized = not reason
-        if quantized:
-            reason = layer.op.note
-        quantized |= op.node in plan.dynamic_at
+        reason = layer.reason or layer.op.note
+        quantized = not layer.reason or op.node in plan.dynamic_at
         host = plan.table_hosts.get(layer, layer)
         if quantized and op.node is not host.op.node:
             reason, site = f"{reasons.FUSED}{plan.prefix}{host.op.name}", host.op.name
-    elif op.role in (Role.MOVE, Role.PASS, Role.POOL, Role.PAD):
+    elif op.role in KEEPING:
         quantized = plan.is_int8(op.node)
-        reason = reasons.PASSES if op.role is Role.PASS else ""
-        if not quantized:
-            reason = reasons.FLOAT_SOURCES
+        reason = reasons.PASSES if quantized and op.role is Role.PASS else op.reason
     elif op.role is Role.DYNAMIC:
         quantized = True
     elif op.role is Role.FAKE:
         quantized, reason = True, reasons.LEVELS
-    elif op.role is Role.SLOPES:
-        reason = reasons.CHANNEL_SLOPES
-    elif op.role is Role.NORM:
-        reason = reasons.ALONE_ON_ROWS
     is_matmul = isinstance(op.owner, (*MATMUL, *RECURRENT)) or op.is_matmul
     row = Row(name, op.kind, quantized, reason, site, is_matmul, op.requested)
     return replace(row, weights=_weights(plan, op))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names the values of a graph that calibration records, and makes their recorders."""
+"""Names the values that calibration records; graphs (``prepared.py``) and leaves record them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from torchq.planning.plan import Plan
 from torchq.quantization.config import QConfig
 from torchq.quantization.observers import Observer, PerChannelMinMaxObserver
 
+KINDS = {"observer": "observers", "sample": "samples", "channels": "channels", "rows": "rows"}
+"""Kinds of recorders, each an attribute of a leaf -> where a graph has its own."""
+
 
 @dataclass(frozen=True)
 class Watch:
     """One thing to record. Watches with the same key share their recorder.
 
     Attributes:
-        kind: "observer", "sample", "channels" or "rows".
+        kind: of KINDS.
         nodes: of the plan's graph; their values are recorded together.
         settings: what the recorder depends on beside these.
         make: returns the recorder.
@@ -31,6 +34,14 @@ class Watch:
     settings: Hashable
     make: Callable[[], Observer]
     leaf: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse a kind that leaves and graphs would not record."""
+        if self.kind not in KINDS:
+            raise ValueError(
+                f"torchq.convert.watching.Watch: kind must be one of {', '.join(KINDS)}, got "
+                f"{self.kind!r}. Add it to KINDS: leaves and graphs then record it."
+            )
 
     @property
     def key(self) -> tuple[str, Hashable, tuple[str, ...]]:

@@ -16,6 +16,7 @@ from torchq.integrations.transformers import TorchqConfig, TorchqQuantizer, init
 from torchq.migrate.leaves import dynamic_leaf, float_layer, int4_leaf, static_leaf
 from torchq.nn.batch_norm import weight_of
 from torchq.nn.leaf import take_hooks
+from torchq.report import reasons
 
 try:
     import transformers
@@ -125,7 +126,7 @@ class _Quantizer(TorchqQuantizer):
                 model._keys_to_ignore_on_load_unexpected.add(rf"{re.escape(name)}\.(weight|bias)$")
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear):
-                self._reasons[name] = "" if name in self._layers else "float in the folder"
+                self._reasons[name] = "" if name in self._layers else reasons.FLOAT_IN_FOLDER
         return weight_conversions
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> Any:

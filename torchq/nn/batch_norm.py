@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A factor and a shift per channel behind a convolution or linear, folded into its weight."""
+"""A factor and a shift per channel behind a convolution or linear, folded into its float weight.
+
+Layers of a graph usually have the factors in their weight's scales, and the integers of the plain
+weight: see ``_with_affines`` of :mod:`torchq.convert.quantized_layers`.
+"""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from torchq.nn.weight import QuantizedWeight, packed_weight
 from torchq.quantization.config import QConfig
 from torchq.quantization.recipes.equalization import with_source_factors
 from torchq.quantization.recipes.sample import SourceSample
+from torchq.report import reasons
 
 Made = TypeVar("Made", QuantizedWeight, QModule)
 
@@ -84,8 +85,8 @@ class PackedWeights:
         bits: int,
         scale: Tensor | None = None,
     ) -> QuantizedWeight:
-        why = "" if factors is None else "channels of its source have factors"
-        why = why if plain is None else "a batch norm is in its integers"
+        why = "" if factors is None else reasons.FACTORS
+        why = why if plain is None else reasons.BATCH_NORM
         more = None if plain is None else module.weight
         forms = [tuple(getattr(module, key, ())) for key in ("stride", "dilation")]
         layout = isinstance(module, TRANSPOSED), getattr(module, "groups", 0), *forms
@@ -117,8 +118,7 @@ class PackedWeights:
         recipe = None if sample is None else sample.kept
         grid = config.weight_granularity, config.weight_bits, config.group_size, config.recipe
         key = (*grid, scale, recipe, linear.bias)
-        why = "a sample of its source chose their rounding"
-        made = self._form(name, linear.weight, key, why, make)
+        made = self._form(name, linear.weight, key, reasons.SAMPLED, make)
         return copy.deepcopy(made, {id(t): t for t in made.buffers()})
 
     def _form(
@@ -147,8 +147,8 @@ class PackedWeights:
         for one in self._known.get(name, ()):
             if len(one.forms) > 1:
                 why = dict.fromkeys(form.why for form in one.forms if form.why)
-                told = "; ".join(why) or "its calls have other scales or bits"
-                return f"its weight has {len(one.forms)} int8 copies: {told}"
+                told = "; ".join(why) or reasons.OTHER_SCALES
+                return reasons.COPIES.format(count=len(one.forms), why=told)
         return ""
 
 

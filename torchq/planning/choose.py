@@ -14,7 +14,7 @@ from dataclasses import replace
 from torch import fx
 
 from torchq.capture.ops import Role
-from torchq.planning.layers import HARD, Layer
+from torchq.planning.layers import HARD, KEEPING, Layer
 from torchq.planning.plan import Plan
 from torchq.report import reasons
 
@@ -31,7 +31,10 @@ def choose_int8(plan: Plan) -> Plan:
     # whatever these read must have parameters
     combined = [v for v in plan.active if v.role in (Role.COMBINE, Role.PRODUCT)]
     read = {plan.root(src) for layer in combined for src in layer.srcs}
-    return replace(plan, int8=plan.int8 | read)
+    plan = replace(plan, int8=plan.int8 | read)
+    moved = [op for op in plan.ops.values() if op.role in KEEPING and not plan.is_int8(op.node)]
+    left = {op.node: replace(op, reason=reasons.FLOAT_SOURCES) for op in moved}
+    return replace(plan, ops={**plan.ops, **left})
 
 
 def _wanted(plan: Plan) -> tuple[set[fx.Node], set[fx.Node]]:
@@ -43,7 +46,7 @@ def _wanted(plan: Plan) -> tuple[set[fx.Node], set[fx.Node]]:
         (hard if layer.role in HARD else soft).update(roots)
         if layer.residual is not None:
             soft.add(plan.root(layer.residual))
-        if plan.may_emit_int8(layer):
+        if layer.may_emit_int8:
             emitted.add(plan.root(layer.dst))
     # what a float operation reads as well gains nothing from 8 bits: a residual stream, say
     return hard, emitted & soft - _read_as_float(plan)

@@ -5,11 +5,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import nn
+
+from torchq.capture.ops import Role
 from torchq.planning.plan import Plan
+from torchq.report import reasons
 
 
 def leave_coarse(plan: Plan) -> Plan:
-    """Return the plan, with the reasons of the row rule: :mod:`torchq.convert.recipes.rows`."""
-    reasons = plan.coarse or {}
-    layers = (replace(v, reason=reasons.get(v.op.node, v.reason)) for v in plan.layers)
-    return replace(plan, layers=tuple(layers))
+    """Return the plan, where such linear layers are dynamic, and others float.
+
+    What was fused into them stays float. :mod:`torchq.convert.recipes.rows` finds them.
+    """
+    ops, layers = dict(plan.ops), list(plan.layers)
+    for i, layer in enumerate(layers):
+        why = (plan.coarse or {}).get(layer.op.node)
+        if why and isinstance(layer.op.module, nn.Linear) and not layer.op.absorbed:
+            ops[layer.op.node] = replace(layer.op, role=Role.DYNAMIC)
+            why = f"{reasons.DYNAMIC}{why}"
+        layers[i] = replace(layer, reason=why or layer.reason)
+    return replace(plan, ops=ops, layers=tuple(layers))

@@ -18,19 +18,27 @@ from torchq.planning.layers import HARD, Layer
 from torchq.planning.plan import Plan
 from torchq.report import reasons
 
+_ALONE = {Role.SLOPES: reasons.CHANNEL_SLOPES, Role.NORM: reasons.ALONE_ON_ROWS}
+"""Roles of operations that stay float where no layer takes them, and why."""
+
 
 def fuse(plan: Plan) -> Plan:
     """Return the plan with its layers, in the order of their results.
 
     What a configuration wants dynamic and has only a static form stays float.
     """
+    finder = _Finder(plan.ops)
 
-    def checked(layer: Layer) -> Layer:
-        config = plan.config(layer.op.base)
-        static = config is None or not config.dynamic
-        return layer if static else replace(layer, reason=reasons.NO_DYNAMIC_FORM)
+    def configured(layer: Layer) -> Layer:
+        config, dst = plan.config(layer.op.base), plan.config(f"{layer.op.base}.dst")
+        emits = dst is not None and not dst.dynamic
+        why = reasons.NO_DYNAMIC_FORM if config is not None and config.dynamic else ""
+        return replace(layer, may_emit_int8=emits, reason=why)
 
-    return replace(plan, layers=tuple(map(checked, _Finder(plan.ops).run())))
+    layers = tuple(map(configured, finder.run()))
+    alone = [op for op in plan.ops.values() if op.role in _ALONE and op.node not in finder.taken]
+    left = {op.node: replace(op, reason=_ALONE[op.role]) for op in alone}
+    return replace(plan, layers=layers, ops={**plan.ops, **left})
 
 
 class _Finder:

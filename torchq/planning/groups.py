@@ -18,11 +18,9 @@ from torch import fx
 from torchq.capture.ops import Op, Role, clip_bounds
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.fake_scales import Fixed, fixed_qparams
-from torchq.planning.layers import Layer
+from torchq.planning.layers import KEEPING, Layer
 from torchq.planning.plan import Plan, averages
 from torchq.report import reasons
-
-_KEEPING = (Role.MOVE, Role.PASS, Role.POOL, Role.PAD)
 
 
 def find_groups(plan: Plan) -> Plan:
@@ -64,7 +62,7 @@ class _Groups:
         return self.levels.get(self.root(node))
 
     def _keeps(self, op: Op) -> bool:
-        if op.role not in _KEEPING or not op.srcs:
+        if op.role not in KEEPING or not op.srcs:
             return False
         src = op.srcs[0]
         if src.meta["value"].is_sequence:  # of a chunk, yes; of an LSTM, no

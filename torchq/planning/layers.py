@@ -15,6 +15,8 @@ from torchq.nn.fake_quantize import FakeQuantize
 
 HARD = (Role.MATMUL, Role.PRODUCT)
 """Roles of products: they quantize their sources, and int8 makes them faster."""
+KEEPING = (Role.MOVE, Role.PASS, Role.POOL, Role.PAD)
+"""Roles of what keeps the scale and zero point of its source."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +28,7 @@ class Layer:
         srcs: nodes it reads, without the residual.
         dst: node of its result; the converted graph computes the layer there.
         parts: the operations it consists of; those behind the main one are fused into it.
-        affines: factors and shifts of its channels behind it, folded into the weight.
+        affines: factors and shifts of its channels behind it, for the weight or its scales.
         clip: bounds of a relu, relu6 or hardtanh behind it.
         residual: node added before the clip.
         pad: zeros before and after each spatial dim, beside those of the module.
@@ -34,6 +36,7 @@ class Layer:
         slopes: of a leaky relu behind it, one per channel.
         fake: the fake quantizer of its result.
         src_factors: what each channel of its source was divided by; float modules lack them.
+        may_emit_int8: whether a configuration lets its destination be int8.
         reason: why it stays float; "" where it is quantized.
     """
 
@@ -49,6 +52,7 @@ class Layer:
     slopes: Tensor | None = None
     fake: FakeQuantize | None = None
     src_factors: Tensor | None = None
+    may_emit_int8: bool = True
     reason: str = ""
 
     @property
@@ -64,7 +68,7 @@ class Layer:
         return Role.MATMUL if self.op.role is Role.NORM else self.op.role
 
     def float_module(self) -> nn.Module:
-        """Return the main operation with the factors and shifts folded into it."""
+        """Return the main operation with the factors and shifts folded into its float weight."""
         return fold_affines(self.unfolded(), self.affines)
 
     def unfolded(self) -> nn.Module:

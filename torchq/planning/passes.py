@@ -2,6 +2,9 @@
 """The passes that decide what becomes of a captured model, in order.
 
 A pass takes a plan and returns another one. What comes later may rely on what earlier ones decided.
+The pass that leaves something float, or makes it dynamic, writes the reason into its operation or
+layer. A leaf takes the same passes, in a graph of its own; what the calls of it say is added in
+:mod:`torchq.convert.swap.leaf_plans`.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torchq.planning.coarse import leave_coarse
 from torchq.planning.dynamic import quantize_rows, read_tokens
 from torchq.planning.fuse import fuse
 from torchq.planning.groups import find_groups
+from torchq.planning.hosts import host_tables
 from torchq.planning.lengths import leave_lengths, leave_sized
 from torchq.planning.phases import leave_angles
 from torchq.planning.plan import Plan
@@ -28,16 +32,17 @@ from torchq.quantization.config import Overrides, QConfig
 PASSES = (
     recognize,  # what each call is, by the table of patterns, or why it has no int8 form
     fuse_attention,  # attention that a model spells out is one operation
-    read_tokens,  # linear layers that a model trained to be dynamic
-    quantize_rows,  # what a configuration wants dynamic
-    leave_lengths,  # products of values whose range depends on sizes: dynamic, or float
+    read_tokens,  # dynamic: linear layers whose sources the model fake-quantizes by tokens
+    quantize_rows,  # dynamic: what a configuration wants so, with functions and additions behind it
+    leave_lengths,  # dynamic or float: products of values whose range depends on sizes
     find_units,  # recurrent modules
-    fuse,  # operations become layers: one quantized op each
-    leave_angles,  # angles of many periods: float
-    leave_sized,  # layers of values whose range depends on sizes: float
-    leave_coarse,  # what the row rule of convert/recipes found to be coarse: dynamic, or float
+    fuse,  # operations become layers: batch norm, add and relu join their matmul
+    leave_angles,  # float: angles of many periods
+    leave_sized,  # float: layers of values whose range depends on sizes
+    leave_coarse,  # dynamic or float: what the row rule of convert/recipes found to be coarse
     find_groups,  # values that share one scale, also in concatenations; scales of fake quantizers
     choose_int8,  # values that are int8, and layers that gain nothing from it
+    host_tables,  # functions that a matmul computes by a table, such as SiLU
 )
 
 

@@ -40,6 +40,8 @@ class Plan:
         fakes: node of a fake quantizer -> what it says; those that change nothing are not in.
         levels: root of a group, or a node in it -> the levels that a fake quantizer gave it.
         int8: roots of the groups that have an int8 form.
+        table_hosts: layer that is a function of each element -> the matmul before it, which has its
+            table.
     """
 
     captured: Captured
@@ -55,6 +57,7 @@ class Plan:
     fakes: Mapping[fx.Node, Fixed] = field(default_factory=dict)
     levels: Mapping[fx.Node, Fixed] = field(default_factory=dict)
     int8: frozenset[fx.Node] = frozenset()
+    table_hosts: Mapping[Layer, Layer] = field(default_factory=dict)
 
     @property
     def prefix(self) -> str:
@@ -96,62 +99,36 @@ class Plan:
 
     @cached_property
     def dynamic_at(self) -> dict[fx.Node, Op]:
-        """Node -> the dynamic operation whose result it is."""
-        coarse = [self.ops[node] for node in self.coarse or ()]
-        ops = [op for op in coarse if isinstance(op.module, nn.Linear) and not op.absorbed]
-        return {op.dst: op for op in (*self._dynamic, *ops)}
+        """Node -> the operation whose result it is, of those that passes made dynamic."""
+        return {op.dst: op for op in self.ops.values() if op.role is Role.DYNAMIC}
 
     @cached_property
     def dynamic_wholes(self) -> dict[fx.Node, Op]:
         """Node of an operation that is a part of a dynamic one -> that one."""
-        return {part.node: op for op in self._dynamic for part in (*op.absorbed, *op.behind)}
-
-    @cached_property
-    def _dynamic(self) -> list[Op]:
-        return [op for op in self.ops.values() if op.role is Role.DYNAMIC]
+        wholes = self.dynamic_at.values()
+        return {part.node: op for op in wholes for part in (*op.absorbed, *op.behind)}
 
     @cached_property
     def inside(self) -> set[fx.Node]:
         """Nodes that exist only within quantized layers."""
         inside = {part.node for layer in self.active for part in layer.parts}
-        inside |= {op.node for op in self._dynamic} | self.dynamic_wholes.keys()
-        return inside - self.layer_at.keys() - {op.dst for op in self._dynamic}
-
-    @cached_property
-    def table_hosts(self) -> dict[Layer, Layer]:
-        """Layer that is a function of each element -> the matmul before it, which has its table."""
-        found = {layer: self._table_host(layer) for layer in self.active}
-        return {layer: host for layer, host in found.items() if host is not None}
-
-    def _table_host(self, layer: Layer) -> Layer | None:
-        """Return the matmul whose int8 destination only this function reads."""
-        host = self.layer_at.get(layer.srcs[0]) if layer.role is Role.UNARY else None
-        if host is None or host.role is not Role.MATMUL or not self.emits_int8(host):
-            return None
-        alone = set(host.dst.users) <= {part.node for part in layer.parts}
-        fake = self.fakes.get(host.dst)
-        return host if alone and (fake is None or fake.quantize == fake.dequantize) else None
+        inside |= {op.node for op in self.dynamic_at.values()} | self.dynamic_wholes.keys()
+        return inside - self.layer_at.keys() - self.dynamic_at.keys()
 
     @property
     def multiplies(self) -> bool:
         """Return whether it computes anything in int8 that is worth a graph."""
         hard = any(layer.role in HARD for layer in self.active)
-        return hard or bool(self._dynamic) or bool(self.self_contained)
+        return hard or bool(self.dynamic_at) or bool(self.self_contained)
 
     @property
     def concatenations(self) -> list[Layer]:
         """Return them in the order of their results, quantized or not."""
         return [layer for layer in self.layers if isinstance(layer.op.module, Cat)]
 
-    def may_emit_int8(self, layer: Layer) -> bool:
-        """Return whether its destination may be int8."""
-        config = self.config(f"{layer.op.base}.dst")
-        return config is not None and not config.dynamic
-
     def emits_int8(self, layer: Layer) -> bool:
         """Return whether a quantized layer's destination is int8."""
-        wanted = layer.fake is not None or self.may_emit_int8(layer)
-        return self.is_int8(layer.dst) and wanted
+        return self.is_int8(layer.dst) and (layer.fake is not None or layer.may_emit_int8)
 
     # Groups: values that share one scale and zero point
 

@@ -271,9 +271,10 @@ def resolve(overrides: Overrides | None, name: str, default: QConfig | None) -> 
     Raises:
         TypeError: ``overrides`` is no mapping from str to QConfig or None.
     """
-    chosen, names = default, _with_containers(name)
-    for pattern, config in check_overrides(overrides).items():
-        if any(fnmatchcase(known, pattern) for known in names):
+    known = check_overrides(overrides)
+    chosen, names = default, _with_containers(name) if known else []
+    for pattern, config in known.items():
+        if any(fnmatchcase(each, pattern) for each in names):
             chosen = config
     return chosen
 

@@ -22,6 +22,7 @@ SAME_WEIGHT = "another module has the same weight"
 READ_WEIGHT = "nn.MultiheadAttention reads its weight"
 NOT_CONVERTED = "modules_to_not_convert, or transformers itself, keeps it float"
 FLOAT_IN_FILE = "float in the saved model"
+FLOAT_IN_FOLDER = "float in the folder"
 FLOAT_BEFORE = "it was float in the model that this one comes from"
 
 # Dtypes and shapes
@@ -98,9 +99,23 @@ FAKE_SCALE = "its weight's fake quantizer has no positive scale"
 FAKE_ZERO = "zero is no level of its weight's fake quantizer"
 FAKE_ZERO_POINT = "its weight's fake quantizer has a zero point that int8 cannot do without"
 
+# What recipes did, and copies of a weight
+SMOOTHED = "smoothing {alpha:g}: largest channel {largest:.3g}, median {median:.3g}, error {error}"
+APART = (
+    "{large} of {count} source channels apart: up to {largest:.3g}, others to {others:.3g}, error "
+    "{error}"
+)
+ROUNDED = "smoothing {alpha:g}{more}, {before} -> {after}"
+COPIES = "its weight has {count} int8 copies: {why}"
+FACTORS = "channels of its source have factors"
+BATCH_NORM = "a batch norm is in its integers"
+SAMPLED = "a sample of its source chose their rounding"
+OTHER_SCALES = "its calls have other scales or bits"
+
 # What is around it, and what else a row says
 FLOAT_SOURCES = "its sources are float"
 FLOAT_DESTINATION = "its destination is float"
+ELSEWHERE = "{here}; elsewhere float: {why}"
 FUSED = "fused into "
 DYNAMIC = "dynamic: "
 PASSES = "passes values on as they are"

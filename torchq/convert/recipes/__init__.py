@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The recipes: what calibration records for them, and what they make of it, in order.
 
-A new recipe is a class with two methods, in a file of its own, and a line in the list here. A new
-kind of adjustment is a field of :class:`~torchq.convert.settled.Settled`, which ``lower.py`` reads.
+A new recipe is a class with two methods, in a file of its own, and a line in the list here; its
+arithmetic is in :mod:`torchq.quantization.recipes`. A new kind of adjustment is a field of
+:class:`~torchq.convert.settled.Settled`, which ``lower.py`` reads for graphs, and
+``converted_leaves.py`` for leaves.
 """
 
 from __future__ import annotations

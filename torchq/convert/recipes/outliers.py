@@ -34,6 +34,7 @@ from torchq.planning.plan import Plan
 from torchq.quantization.observers import PerChannelMinMaxObserver
 from torchq.quantization.qparams import QParams, choose_qparams
 from torchq.quantization.recipes.smoothing import large_channels, static_smoothing
+from torchq.report import reasons
 
 # Of the expected error, at most. MiniLM's norms have 0.08 to 0.61; at 0.54 a narrow ConvNeXt of
 # random weights lost 6 dB, since the range of smoothed values is not clipped.
@@ -136,8 +137,10 @@ def _smoothed(settled: Settled, node: fx.Node, layers: list[Layer]) -> Settled:
     if error > _WORTH:
         return settled
     largest = _magnitudes(seen)
-    text = f"smoothing {alpha:g}: largest channel {float(largest.max()):.3g}, median "
-    text += f"{float(largest.median()):.3g}, error {_decibels(error)}"
+    text = reasons.SMOOTHED.format(
+        alpha=alpha, largest=float(largest.max()), median=float(largest.median()),
+        error=_decibels(error),
+    )  # fmt: skip
     qparams = _of_range(settled.plan, layers[0], low / factors, high / factors)
     return replace(
         settled,
@@ -180,11 +183,10 @@ def _split(settled: Settled, hidden: Hidden) -> Settled:
     src, dst, largest = hidden.first.srcs[0], hidden.second.dst, _magnitudes(after)
     first, second = _of_channels(hidden, large, settled.factors.get(src))
     function = replace(hidden.function, function=clipped_off)
-    note = (
-        f"{len(large)} of {len(largest)} source channels apart: up to "
-        f"{float(largest.max()):.3g}, others to {float(largest[others].max()):.3g}, "
-        f"error {_decibels(error)}"
-    )
+    note = reasons.APART.format(
+        large=len(large), count=len(largest), largest=float(largest.max()),
+        others=float(largest[others].max()), error=_decibels(error),
+    )  # fmt: skip
     return replace(
         settled,
         adjusted={**settled.adjusted, **of_others},

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The row rule: layers that read rows far too small for their tensor's scale are not static.
 
-:mod:`torchq.quantization.recipes.rows` has the arithmetic. Linear layers become dynamic,
-convolutions stay float. A layer whose configuration an override gives is static all the same.
+:mod:`torchq.quantization.recipes.rows` has the arithmetic, :mod:`torchq.planning.coarse` says what
+becomes of them. A layer whose configuration an override gives is static all the same.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from torch import fx, nn
+from torch import fx
 
 from torchq.capture.module_kinds import MATMUL
 from torchq.capture.ops import Role
@@ -21,7 +21,6 @@ from torchq.planning.layers import Layer
 from torchq.planning.passes import decided
 from torchq.planning.plan import Plan
 from torchq.quantization.recipes.rows import RowPowers
-from torchq.report import reasons
 
 
 class RowRule:
@@ -62,8 +61,7 @@ def coarse(seen: Seen) -> dict[fx.Node, str]:
         if not isinstance(rows, RowPowers) or not rows.calibrated:
             continue
         if why := rows.why_coarse(seen.qparams(layer.srcs[0])):
-            dynamic = isinstance(layer.op.module, nn.Linear) and not layer.op.absorbed
-            found[layer] = f"{reasons.DYNAMIC if dynamic else ''}{why}"
+            found[layer] = why
     equalized = between_layers(seen) if found else {}  # whose channels have scales of their own
     return {v.op.node: w for v, w in found.items() if plan.root(v.srcs[0]) not in equalized}
 

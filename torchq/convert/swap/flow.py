@@ -17,7 +17,7 @@ from torchq.convert.ranks import calibrate_ranks
 from torchq.convert.swap.calls import record
 from torchq.convert.swap.checks import check_finite, check_mode, check_prepared
 from torchq.convert.swap.compare import Comparison, fitting
-from torchq.convert.swap.planning import Leaves, report_rows
+from torchq.convert.swap.leaf_plans import Leaves, report_rows
 from torchq.convert.swap.weights import (
     leave_fast_paths,
     settled,

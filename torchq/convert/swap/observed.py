@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.attributes.post_ops import PostOps
-from torchq.convert.watching import Watch
+from torchq.convert.watching import KINDS, Watch
 from torchq.nn.from_float import matmul_from_float, naming
 from torchq.nn.leaf import Leaf, QuantizedLeaf, constants_of, without_padding
 from torchq.nn.packed_weights import PackedWeights
@@ -58,7 +58,8 @@ class ObservedLeaf(Leaf):
         super().__init__()
         self.module, self.config, self.name = module, config, name
         self.chosen, self.contiguous, self.why_dynamic = chosen, contiguous, why_dynamic
-        self.observer = self.sample = self.rows = self.channels = None
+        for kind in KINDS:
+            setattr(self, kind, None)
         self._fix(constants_of(module))
 
     @property
@@ -82,8 +83,8 @@ class ObservedLeaf(Leaf):
 
     def forward(self, input: Tensor, *output_size: object, **named: object) -> Tensor:
         """Record the source; the arguments have the names that ``torch.nn`` gives them."""
-        for recorder in (self.observer, self.sample, self.rows, self.channels):
-            if recorder is not None:
+        for kind in KINDS:
+            if (recorder := getattr(self, kind)) is not None:
                 recorder(input)
         dst: Tensor = self.module(input, *output_size, **named)
         if self.contiguous or isinstance(self.module, nn.Linear):

@@ -16,6 +16,7 @@ from torchq.quantization.ranges import weight_range
 from torchq.quantization.recipes.rounding import rounded
 from torchq.quantization.recipes.sample import SourceSample
 from torchq.quantization.recipes.smoothing import ALPHAS, smoothing_factors
+from torchq.report import reasons
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,9 @@ def linear_recipe(
     best = min(tried, key=lambda one: one.noise)
     if gptq:  # not for each alpha: what fits the sample best suits other rows less
         best = trial.run(best.alpha, gptq)
-    note = f"smoothing {best.alpha:g}{', GPTQ' if gptq else ''}"
-    note += f", {trial.decibels(tried[0].noise)} -> {trial.decibels(best.noise)}"
+    before, after = trial.decibels(tried[0].noise), trial.decibels(best.noise)
+    more = ", GPTQ" if gptq else ""
+    note = reasons.ROUNDED.format(alpha=best.alpha, more=more, before=before, after=after)
     factor = None if best.factors is None else 1 / best.factors
     bias = -best.shift if bias is None else bias - best.shift
     return Recipe(best.weight, bias, best.scale.squeeze(1), factor, note)

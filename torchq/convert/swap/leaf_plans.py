@@ -34,7 +34,7 @@ class Leaves:
 
     Attributes:
         recording: the run of the float model.
-        reasons: leaf that was called -> why it stays float or is dynamic, or "".
+        why: leaf that was called -> why it stays float or is dynamic, or "".
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Leaves:
         """Decide; nothing is changed yet."""
         self.recording = recording
         self._model, self._config, self._overrides = model, config, overrides
-        self.reasons = {
+        self.why = {
             name: self._decided(name)
             for name, layer in recording.leaves.items()
             if (isinstance(layer, (*MATMUL, *RECURRENT)) or is_experts(layer))
@@ -57,7 +57,7 @@ class Leaves:
     @property
     def quantized(self) -> list[str]:
         """Names of the leaves that become int8."""
-        return [name for name, reason in self.reasons.items() if _is_quantized(reason)]
+        return [name for name, reason in self.why.items() if _is_quantized(reason)]
 
     def config(self, name: str) -> QConfig | None:
         """Return how to quantize a module; None keeps it float."""
@@ -65,7 +65,7 @@ class Leaves:
 
     def leave_float(self, names: Iterable[str]) -> None:
         """Keep leaves float for whose sake the model's code would do something else."""
-        self.reasons.update(dict.fromkeys(names, reasons.OTHER_CODE))
+        self.why.update(dict.fromkeys(names, reasons.OTHER_CODE))
 
     def replacements(self, names: Iterable[str], contiguous: bool) -> dict[str, nn.Module]:
         """Return the observed leaves by name; ``contiguous`` is for convolutions."""
@@ -154,7 +154,7 @@ def report_rows(model: nn.Module, leaves: Leaves) -> list[Row]:
 
 
 def _row(name: str, module: nn.Module, leaves: Leaves) -> Row:
-    known = leaves.reasons.get(name)
+    known = leaves.why.get(name)
     reason = _without_layer(name, module, leaves) if known is None else known
     calls = len(leaves.recording.calls.get(name, ()))
     made = leaves.recording.leaves.get(name, module)
