@@ -301,6 +301,7 @@ def test_errors():
         attr = attr_of(src=(0.5, 0))
         refuse(ValueError, "float32 src must have scale 1, got 0.5", norm, x, [5], attr=attr)
     refuse(ValueError, "src must end in normalized_shape", TF.rms_norm, x, [6, 5, 1])
+    refuse(TypeError, "normalized_shape must be an integer", TF.rms_norm, x, torch.ones(5))
     refuse(ValueError, "weight must have 30 values", TF.rms_norm, x, [6, 5], torch.ones(5))
     refuse(ValueError, "eps must be finite and at least 0", TF.rms_norm, q, [5], eps=math.nan)
     refuse(ValueError, "eps must be finite and at least 0", TF.layer_norm, q, [5], eps=-1.0)

@@ -26,8 +26,10 @@ SEVEN = QParams(torch.tensor(0.003), torch.tensor(60, dtype=torch.int32), U8, No
 CHAIN = PostOps.parse("eltwise_linear:0.5:0.25")
 
 
-def attr_of(dst: QParams | None) -> Attr:
-    attr = Attr().set_scales("src", 0, IN.scale).set_zero_points("src", 0, IN.zero_point)
+def attr_of(dst: QParams | None, src: QParams | None = IN) -> Attr:
+    attr = Attr()
+    if src is not None:
+        attr.set_scales("src", 0, src.scale).set_zero_points("src", 0, src.zero_point)
     if dst is not None:
         attr.set_scales("dst", 0, dst.scale).set_zero_points("dst", 0, dst.zero_point)
     return attr.set_post_ops(CHAIN)
@@ -57,6 +59,16 @@ MODULES: dict[str, tuple[Callable[[Any], tnn.QModule], Function, tuple[int, ...]
         lambda x, **k: TF.rms_norm(x, (6, 5), WEIGHT, 1e-3, **k),
         (4, 6, 5),
     ),
+    "layer_norm of float": (
+        lambda d: tnn.QLayerNorm(None, d, (6, 5), WEIGHT, BIAS, 1e-3, CHAIN),
+        lambda x, **k: TF.layer_norm(x, (6, 5), WEIGHT, BIAS, 1e-3, **k),
+        (4, 6, 5),
+    ),
+    "rms_norm of float": (
+        lambda d: tnn.QRMSNorm(None, d, (5,), post_ops=CHAIN),
+        lambda x, **k: TF.rms_norm(x, (5,), **k),
+        (4, 6, 5),
+    ),
     "group_norm": (
         lambda d: tnn.QGroupNorm(IN, d, 3, 6, WEIGHT[:, 0], None, 1e-3, CHAIN),
         lambda x, **k: TF.group_norm(x, 3, WEIGHT[:, 0].contiguous(), None, 1e-3, **k),
@@ -71,13 +83,20 @@ def test_modules_are_the_functions(name: str, dst: QParams | None, isa: str) -> 
     make, function, shape = MODULES[name]
     module, src = make(dst), random_q(shape, U8)
     dtype = F32 if dst is None else dst.dtype
-    want = function(src, attr=attr_of(dst), dst_dtype=dtype)
+    real = IN.scale * (src.float() - IN.zero_point)
+    if name.endswith("of float"):
+        want = function(real, attr=attr_of(dst, None), dst_dtype=dtype)
+    else:
+        want = function(src, attr=attr_of(dst), dst_dtype=dtype)
     if dst is SEVEN:
         assert int(want.max()) > 127, "the limit matters"
         want = want.clamp(0, 127)
-    assert_same(module(src), want)
-    real = IN.scale * (src.float() - IN.zero_point)
     assert_same(module(real), want)
+    if name.endswith("of float"):
+        with pytest.raises(TypeError, match=r"must be float32, got torch.uint8"):
+            module(src)
+    else:
+        assert_same(module(src), want)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -123,6 +142,8 @@ def test_errors() -> None:
         tnn.QRMSNorm(IN, None, (6,))(q)
     with pytest.raises(ValueError, match=r"weight of a normalization must have shape \[6\]"):
         tnn.QLayerNorm(IN, None, (6,), torch.ones(5))
+    with pytest.raises(TypeError, match="QGroupNorm: src must be of type QParams, got NoneType"):
+        tnn.QGroupNorm(None, None, 2, 6)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"must be \(N, 4, ...\), got \[2, 6, 5\]"):
         tnn.QGroupNorm(IN, None, 2, 4)(q)
     for module in (

@@ -33,7 +33,9 @@ from torchq.capture.graph import (
     parameters_of,
     remove_unused,
 )
+from torchq.capture.merge import merge_equal
 from torchq.capture.module_kinds import MATMUL
+from torchq.capture.norms import join_rms_norms
 from torchq.capture.patterns import row_of
 from torchq.capture.rewrites import as_torch_call, base_name, full_name, is_random, passed_on
 from torchq.models.trees import opened
@@ -72,8 +74,10 @@ class _Plain:
 
     def run(self) -> Captured:
         inputs = iter(self.exported.tensors)
+        merge_equal(self.program.graph, lambda node: not self._place(node)[1])
         self._region(self.program.graph_module, inputs, inside=False)
         remove_unused(self.graph)
+        join_rms_norms(self.graph)
         self._name_leaves()
         return Captured(self.graph, self.model)
 

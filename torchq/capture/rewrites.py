@@ -75,7 +75,7 @@ def as_torch_call(target: Target, args: Args, kwargs: Kwargs) -> _Call:
         return "call_method", name, args, kwargs
     name = _RENAMED.get(name, name)
     if name in ("to", "_to_copy"):
-        dtype = kwargs.get("dtype") or next((a for a in args if type(a) is torch.dtype), None)
+        dtype = _dtype(args, kwargs)
         if dtype is None:
             return "call_method", "contiguous", args[:1], {}
         return "call_method", "to", (args[0], dtype), {}
@@ -141,8 +141,16 @@ def passed_on(node: fx.Node, args: Sequence[Any]) -> object:
         return None if is_returned(node) else args[0][0]
     if name == "clone":  # what is left of one where in-place code was rewritten
         return None if node.kwargs or is_returned(node) else args[0]
+    if name in ("to", "_to_copy"):
+        same = args[0].meta["value"].dtype == _dtype(args, node.kwargs)
+        return args[0] if same and not is_returned(node) else None
     dropout = "dropout" in name and len(args) > 2 and args[2] is False
     return args[0] if dropout or name in _PASSED else None
+
+
+def _dtype(args: Args, kwargs: Kwargs) -> object:
+    """Return the dtype that a conversion names, or None."""
+    return kwargs.get("dtype") or next((a for a in args if type(a) is torch.dtype), None)
 
 
 def is_returned(node: fx.Node) -> bool:

@@ -14,6 +14,7 @@ from torch.fx.node import Argument
 
 from torchq.capture.graph import is_reserved
 from torchq.capture.ops import Op, Role, Split, is_resampling, reads_strides
+from torchq.capture.patterns import arguments_of
 from torchq.convert.quantized_layers import lookup, quantized
 from torchq.convert.settled import Settled
 from torchq.graphs.module import QuantizedGraph
@@ -21,6 +22,7 @@ from torchq.models.state import twin
 from torchq.nn.attention import DynamicQAttention
 from torchq.nn.float_modules import Attention, Cat
 from torchq.nn.from_float import naming, pool_from_float
+from torchq.nn.normalization import QRMSNorm
 from torchq.nn.packed_weights import PackedWeights
 from torchq.nn.pad import QPad
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
@@ -65,6 +67,8 @@ class Lowering:
                 self._layer(layer)
             elif dynamic is not None:
                 self._float[node] = self._dynamic(dynamic)
+            elif op is not None and op.node.target is torch.rms_norm:
+                self._float[node] = self._rms_norm(op)
             elif node.op in ("placeholder", "output") or (
                 node not in self.plan.inside and op is not None and not self._is_lazy(op)
             ):
@@ -323,6 +327,14 @@ class Lowering:
             operands = [self.float_of(operand) for operand in op.operands]
             sources += [op.post_ops, operands or None]
         return self.call(op.name, linear, *sources)
+
+    def _rms_norm(self, op: Op) -> fx.Node:
+        """Return torchq's RMS norm of float32: torch's makes seven tensors, one after another."""
+        a = arguments_of(op.node)
+        if a.why_varying("input") or op.node.meta["value"].dtype != torch.float32:
+            return self._copy(op.node)
+        norm = QRMSNorm(None, None, a.normalized_shape, a.weight, a.eps)
+        return self.call(op.name, norm, self.float_of(a.input))
 
     def _attention_arguments(self, op: Op) -> list[Argument]:
         """Return the mask, and the scale where it is known at run time only.

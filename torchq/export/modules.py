@@ -21,6 +21,7 @@ from torchq.nn.layer import QLayer
 from torchq.nn.linear import QLinear
 from torchq.nn.matmul import QMatMul
 from torchq.nn.module import QModule
+from torchq.nn.normalization import QRMSNorm
 from torchq.nn.pad import QPad
 from torchq.nn.pooling import QAdaptiveAvgPool, QAvgPool, QMaxPool
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
@@ -241,6 +242,15 @@ def _matmul(g: OnnxGraph, module: QMatMul, src0: Value, src1: Value) -> str:
     return x
 
 
+def _rms_norm(g: OnnxGraph, module: QRMSNorm, src: Value) -> str:
+    if not module.reads_float or module.post_ops:
+        raise UnsupportedError("its source is int8, or it has post-ops")
+    axes = g.constant([src.rank - dim - 1 for dim in range(module.dims)])
+    mean = g.add("ReduceMean", g.add("Mul", src.name, src.name), axes, keepdims=1)
+    x = g.add("Div", src.name, g.add("Sqrt", g.add("Add", mean, g.constant(float(module.eps)))))
+    return x if module.weight is None else g.add("Mul", x, g.constant(module.weight))
+
+
 def _attention(
     g: OnnxGraph, module: QAttention, query: Value, key: Value, value: Value,
     mask: Value | None = None, scale: float | Value | None = None,
@@ -286,6 +296,7 @@ MODULES: dict[type, Callable[..., str]] = {
     QCat: _cat,
     QMatMul: _matmul,
     QAttention: _attention,
+    QRMSNorm: _rms_norm,
     QLookup: lambda g, module, src: table(g, module, g.source(src, src_params(module))),
     Quantize: lambda g, module, src: g.source(src, src_params(module)),
     Dequantize: lambda g, module, src: g.source(src, src_params(module)),

@@ -129,7 +129,8 @@ def rms_norm(
 
 def _last_dims(op: str, src: Tensor, normalized_shape: int | Sequence[int]) -> int:
     """Return the number of normalized dims."""
-    shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+    given = [normalized_shape] if isinstance(normalized_shape, int) else normalized_shape
+    shape = [integer(op, "normalized_shape", size) for size in given]
     if not shape or list(src.shape[-len(shape) :]) != shape:
         raise ValueError(
             f"torchq.{op}: src must end in normalized_shape {shape}, got {list(src.shape)}. Pass "

@@ -2,6 +2,7 @@
 """Softmax and normalizations on quantized tensors."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +20,20 @@ class _QNorm(QModule):
 
     Buffers:
         scales, zero_points: ``[2]``, of the source and the destination.
-        src_scale, src_zero_point: ``[1]``, the source's again, for float32 sources.
+        src_scale, src_zero_point: ``[1]``, the source's again, which quantize float32; 1 and 0
+            where ``src`` is None.
     """
 
     scales: Tensor
     zero_points: Tensor
 
     def __init__(
-        self, src: QParams, dst: QParams | None, post_ops: PostOps | None, **spec: object
+        self, src: QParams | None, dst: QParams | None, post_ops: PostOps | None, **spec: object
     ) -> None:
         super().__init__()
         name = type(self).__name__
+        self.reads_float = src is None and isinstance(self, QLayerNorm | QRMSNorm)
+        src = QParams.per_tensor(1.0) if self.reads_float else cast(QParams, src)
         self.post_ops = str(post_ops or "")
         if not all(part.startswith("eltwise_") for part in self.post_ops.split("+") if part):
             raise NotImplementedError(
@@ -46,7 +50,7 @@ class _QNorm(QModule):
         self.register_buffer("scales", torch.stack([src.scale.detach(), one.scale.detach()]))
         self.register_buffer("zero_points", torch.stack([src.zero_point, one.zero_point]))
         self._set_spec(
-            src=dtype_name(src.dtype),
+            src="f32" if self.reads_float else dtype_name(src.dtype),
             src_bits=src.bits,
             dst=dtype_name(self.dst_dtype),
             dst_bits=8 if dst is None else dst.bits,
@@ -58,8 +62,19 @@ class _QNorm(QModule):
     def from_spec(cls, spec: Spec) -> Self:
         """See the base class."""
         dst = None if spec["dst"] == "f32" else placeholder_qparams(spec["dst"], spec["dst_bits"])
-        src = placeholder_qparams(spec["src"], spec["src_bits"])
+        src = None if spec["src"] == "f32" else placeholder_qparams(spec["src"], spec["src_bits"])
         return cls(src, dst, post_ops=PostOps.parse(spec["post_ops"]), **spec["arguments"])
+
+    def _source(self, src: Tensor) -> Tensor:
+        """Return what the op reads: float32 as it is where ``src`` is None."""
+        if self.reads_float:
+            if src.dtype != torch.float32:
+                raise TypeError(
+                    f"torchq.nn: src of this normalization must be float32, got {src.dtype}. Make "
+                    "the module with the QParams of its source, or pass float32."
+                )
+            return src
+        return self._quantized_src(src)
 
     def _own_repr(self) -> str:
         spec = self.read_spec()
@@ -129,7 +144,7 @@ class _QAffineNorm(_QNorm):
 
     def __init__(
         self,
-        src: QParams,
+        src: QParams | None,
         dst: QParams | None,
         post_ops: PostOps | None,
         shape: Sequence[int],
@@ -160,7 +175,7 @@ class QLayerNorm(_QAffineNorm):
 
     Shapes:
         src: ``(*, normalized_shape)`` of the source dtype; float32 is quantized with the source's
-            parameters.
+            parameters, or read as it is where these are None.
         dst: the same, uint8, int8 or float32.
 
     Raises:
@@ -172,7 +187,7 @@ class QLayerNorm(_QAffineNorm):
 
     def __init__(
         self,
-        src: QParams,
+        src: QParams | None,
         dst: QParams | None,
         normalized_shape: Sequence[int],
         weight: Tensor | None = None,
@@ -208,7 +223,7 @@ class QLayerNorm(_QAffineNorm):
                 f"{list(src.shape)}. Check the layer's normalized_shape."
             )
         dst: Tensor = torch.ops.torchq.layer_norm(
-            self._quantized_src(src),
+            self._source(src),
             self.dims,
             self.weight,
             self.bias,
@@ -229,7 +244,7 @@ class QRMSNorm(_QAffineNorm):
 
     def __init__(
         self,
-        src: QParams,
+        src: QParams | None,
         dst: QParams | None,
         normalized_shape: Sequence[int],
         weight: Tensor | None = None,
@@ -246,7 +261,9 @@ class QRMSNorm(_QAffineNorm):
         self.normalized_shape, self.dims = shape, len(shape)
 
     @classmethod
-    def from_float(cls, module: nn.RMSNorm, src: QParams, dst: QParams | None = None) -> "QRMSNorm":
+    def from_float(
+        cls, module: nn.RMSNorm, src: QParams | None, dst: QParams | None = None
+    ) -> "QRMSNorm":
         """Make the quantized form, with the same shape, weight and eps."""
         return cls(src, dst, module.normalized_shape, module.weight, module.eps)
 
@@ -258,7 +275,7 @@ class QRMSNorm(_QAffineNorm):
                 f"{list(src.shape)}. Check the layer's normalized_shape."
             )
         dst: Tensor = torch.ops.torchq.rms_norm(
-            self._quantized_src(src),
+            self._source(src),
             self.dims,
             self.weight,
             self.eps,
