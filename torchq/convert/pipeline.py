@@ -2,6 +2,8 @@
 """From a float model to an int8 one: the stages of preparing and converting, in order.
 
 Between them ``prepared.py`` has the observers of a graph, and ``settled.py`` makes scales of them.
+``nn/packed_weights.py`` packs each weight once, for its graph and its leaf. In the result
+``dispatch.py`` chooses for each call: the graph, or the module's own code.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 
 A pass takes a plan and returns another one. What comes later may rely on what earlier ones decided.
 The pass that leaves something float, or makes it dynamic, writes the reason into its operation or
-layer. A leaf takes the same passes, in a graph of its own; what the calls of it say is added in
-:mod:`torchq.convert.swap.leaf_plans`.
+layer: a sentence of :mod:`torchq.report.reasons`. A leaf takes the same passes, in a graph of its
+own; what the calls of it say is added in :mod:`torchq.convert.swap.leaf_plans`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources of concatenations that take the parameters of the result."""
+"""Sources of concatenations that take the parameters of the result, though others read them, too.
+
+Sources that nobody else reads have its parameters already, by :mod:`torchq.planning.groups`.
+"""
 
 from __future__ import annotations
 
