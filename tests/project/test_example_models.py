@@ -308,7 +308,7 @@ NEW = ["search/run.py", "transcribe/run.py", "detector/app.py", "chat/run.py"]
 NEEDS = {
     NEW[0]: ("faiss", "-r examples/search/requirements.txt"),
     NEW[1]: ("transformers", "-r examples/transcribe/requirements.txt"),
-    NEW[2]: ("fastapi", "-r examples/detector/requirements.txt"),
+    NEW[2]: ("uvicorn", "-r examples/detector/requirements.txt"),
     NEW[3]: ("jinja2", "-r examples/chat/requirements.txt"),
     "batch/run.py": ("ray", "-r examples/batch/requirements.txt"),
     "digits/run.py": ("sklearn", "'torchq-cpu[examples]'"),

@@ -101,7 +101,7 @@ def test_no_headline_of_a_disturbed_run(
     text, html = str(profile), page.read_text()
     if disturbed:
         assert "float by int8: at least 4.7x" in text and "run again on an idle machine" in text
-        assert "at least 4.8 times faster and" in html and "run again on an idle machine" in html
+        assert "At least 4.8 times faster and" in html and "run again on an idle machine" in html
     else:
         assert "float by int8: 5.0x" in text and "5.0 times faster and" in html
 
