@@ -36,7 +36,7 @@ class Recipe(Protocol):
 RECIPES: tuple[Recipe, ...] = (
     RowRule(),  # finds what one scale does not suit; planning/coarse.py makes it dynamic or float
     Samples(),  # weights of dynamic linear layers, rounded for their sources
-    Concatenations(),  # sources that others read, too: whether they take the parameters of the result
+    Concatenations(),  # sources that others read, too: which take the parameters of the result
     Outliers(),  # a few large channels: smoothed, or computed apart
     Equalization(),  # one scale per channel between two layers
 )
