@@ -54,7 +54,8 @@ constexpr int64_t kStreamedL2Bytes = int64_t{1} << 20, kStreamedL3Bytes = int64_
 /// Streams of weights for one to four rows. Few streams out of L3: how many for one or two rows,
 /// and for more, and the distance in bytes at which each prefetches.
 constexpr int kStreams = 3, kFewStreams[] = {1, 2}, kFewStreamsDistance[] = {8192, 2048};
-/// Beyond L2 tiles of three panels save a pass with 9 to 16 rows (`takes_three_panels`).
+/// Beyond L2 tiles of three panels save a pass with 9 to 16 rows (`few_rows` in
+/// ops/gemm/choose.cpp).
 constexpr int64_t kThreePanelBytes = int64_t{1} << 20;
 /// Beyond L2 even after a call of the same layer. One tile of a matrix unit's rows does not
 /// prefetch them: 16x768->768 takes 9.2 us, with prefetches 12.4 (Emerald Rapids).

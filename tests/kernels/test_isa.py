@@ -46,6 +46,26 @@ def nm(*args: str | Path) -> list[tuple[str, str]]:
     return re.findall(r"^\w* +(\w) (.*)$", run.stdout, re.M)
 
 
+DRIVERS = ("gemm/gemm", "gemm/gemm_matrix", "gemm/choose", "conv/choose", "conv/conv_dense")
+DRIVERS += ("conv/conv_depthwise", "rnn/choose", "rnn/rnn_direction")
+
+
+def included(file: Path) -> set[str]:
+    """What a file of csrc/ includes, with what those files do."""
+    names = set(re.findall(r'^#include [<"](.*)[>"]', file.read_text(), re.M))
+    own = [ROOT / "csrc" / name for name in names if (ROOT / "csrc" / name).exists()]
+    return names.union(*map(included, own))
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_a_driver_knows_no_tensor(driver: str):
+    """Checks of tensors and their allocation stay in the files of the ops."""
+    found = included(ROOT / "csrc/ops" / f"{driver}.cpp")
+    assert "kernels/table.h" in found  # the walk goes into headers
+    allowed = {"ATen/Parallel.h"}  # torch's threads
+    assert not {name for name in found if name.startswith(("ATen/", "torch/"))} - allowed
+
+
 # Objects
 
 

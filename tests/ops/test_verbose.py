@@ -2,6 +2,7 @@
 """TORCHQ_VERBOSE=1 prints one line per executed op; 2 adds the choices."""
 
 import re
+from collections.abc import Iterable
 
 import pytest
 from fresh import python
@@ -37,6 +38,12 @@ def conv_transpose(src, weight, **window):
 def matmul(m, k, n):
     x, w = torch.zeros(m, k, dtype=torch.uint8), torch.zeros(k, n, dtype=torch.int8)
     return TF.matmul(x, w, attr=attr(), dst_dtype=torch.uint8)
+
+def rnn(kind, inputs, units, steps, batch):
+    a = Attr().set_rnn_data_qparams(63, 128).set_rnn_weights_qparams(0, 200.0)
+    layer = getattr(torch.nn, kind)(inputs, units)
+    x = torch.zeros(steps, batch, inputs, dtype=torch.uint8)
+    return getattr(torchq.nn, "Q" + kind).from_float(layer, attr=a)(x)
 
 def linear(m, k, n, fill=0):
     x, w = torch.zeros(m, k, dtype=torch.uint8), torch.full((n, k), fill, dtype=torch.int8)
@@ -76,8 +83,8 @@ LINES = (
 )
 
 
-def run(verbose: str, program: str = PROGRAM) -> list[str]:
-    result = python(HEAD + program, TORCHQ_VERBOSE=verbose)
+def run(verbose: str, program: str = PROGRAM, cpu: str = "") -> list[str]:
+    result = python(HEAD + program, TORCHQ_VERBOSE=verbose, TORCHQ_CPU=cpu)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
 
@@ -114,12 +121,12 @@ REASONS = {
     "conv((1, 8, 9, 9), (8, 8, 1, 1), fill=127)": [
         NO_UNIT,
         "gemm_narrow,adjacent weights of one sign add up to more than 128",
-        "gemm_clipped,more than a quarter of the quads hold such weights",
+        "gemm_clipped,too many quads hold such weights",
     ],
     "conv((1, 8, 4, 4), (8, 8, 1, 1), fill=127)": [
         NO_UNIT,
         "gemm_narrow,adjacent weights of one sign add up to more than 128",
-        "gemm_clipped,there are 16 rows or fewer",
+        "gemm_clipped,there are few rows",
     ],
     "conv((1, 8, 9, 9), (8, 8, 1, 1), a=attr('eltwise_tanh'))": [NO_UNIT, CHAIN],
     "conv((1, 16, 9, 9), (16, 4, 3, 3), groups=4)": [DEPTHWISE, NO_UNIT],
@@ -140,7 +147,7 @@ REASONS = {
     ],
     "conv((1, 3, 9, 9), (8, 3, 3, 3))": [PADDED + "a row of the kernel is read in one go", NO_UNIT],
     "conv((1, 4, 5, 5), (8, 4, 5, 5), padding=2)": [
-        PADDED + "fewer than 3 pixels meet the same valid taps",
+        PADDED + "too few pixels meet the same valid taps",
         NO_UNIT,
     ],
     "conv((1, 4, 12, 12), (8, 4, 3, 3), padding=1)": [
@@ -149,17 +156,17 @@ REASONS = {
     ],
     "conv((1, 16, 30, 30), (32, 16, 3, 3), padding=1)": [NO_UNIT],
     "conv_transpose((1, 8, 3, 3), (8, 8, 4, 4), stride=2, padding=1)": [
-        PADDED + "fewer than 3 pixels meet the same valid taps",
+        PADDED + "too few pixels meet the same valid taps",
         NO_UNIT,
     ],
     "conv_transpose((1, 8, 30, 30), (8, 8, 2, 2), stride=2)": [NO_UNIT],
     "matmul(9, 8, 16)": [
         NO_UNIT,
         "gemm_narrow,adjacent weights of one sign add up to more than 128",
-        "gemm_clipped,there are 16 rows or fewer",
+        "gemm_clipped,there are few rows",
     ],
     "conv((1, 4, 30, 30), (8, 4, 9, 9), padding=4)": [
-        PADDED + "pixels meet more than 64 sets of valid taps",
+        PADDED + "pixels meet too many sets of valid taps",
         NO_UNIT,
     ],
     "conv((1, 16, 9, 9), (16, 1, 3, 3), groups=16)": [],
@@ -178,15 +185,16 @@ REASONS = {
     "conv((1, 16, 9, 9), (16, 1, 3, 3), groups=16, a=weights_from(-100), fill=28)": [
         SLIDE + "weights have more than 8 bits without their zero points"
     ],
+    "rnn('LSTM', 64, 96, 9, 1)": ["rnn_matrix,the tier has none", "rnn_streamed,the tier has none"],
 }
 # call -> what amx says more
 UNIT_REASONS = {
     "conv((1, 64, 9, 9), (64, 64, 1, 1))": [],
     "conv((1, 64, 2, 2), (64, 64, 1, 1))": [
-        "gemm_matrix,fewer than 8 rows wait for the weights' way through memory"
+        "gemm_matrix,so few rows wait for the weights' way through memory"
     ],
     "conv((1, 32, 9, 9), (32, 32, 1, 1), src_dtype=torch.int8)": [
-        "gemm_matrix,a row would be gathered for fewer than 256 quads of weights"
+        "gemm_matrix,a row would be gathered for few quads of weights"
     ],
     "conv((1, 16, 9, 9), (16, 4, 3, 3), groups=4)": [
         DEPTHWISE,
@@ -216,7 +224,10 @@ CHOICES = {
     "conv((1, 16, 9, 9), (16, 4, 3, 3), groups=4)": [
         "small_groups_narrow,weights:narrow block:1 outermost:rows shares:1x1"
     ],
-    "conv((1, 16, 9, 9), (16, 1, 3, 3), groups=16)": [],
+    "conv((1, 16, 9, 9), (16, 1, 3, 3), groups=16)": ["depthwise,windows:slide shares:1x1"],
+    "conv((1, 16, 9, 9), (16, 1, 5, 5), groups=16)": ["depthwise,windows:stash shares:1x1"],
+    "rnn('GRU', 64, 96, 9, 1)": ["rnn,inputs:ahead states:tiles shares:1x1"],
+    "rnn('RNN', 64, 96, 9, 32)": ["rnn,inputs:in_steps states:tiles shares:1x1"],
     "matmul(65, 8, 16)": ["gemm_clipped,weights:clipped block:1 outermost:blocks shares:1x1"],
 }
 # The same with two: large weights are split, else rows are.
@@ -231,27 +242,55 @@ UNIT_CHOICES = {
     "linear(128, 1024, 1024)": ["gemm_matrix,weights:bytes shares:1x1"],
     "linear(4, 1024, 1024)": ["gemm,weights:bytes block:64 outermost:rows shares:1x1"],
     "conv((1, 64, 14, 14), (64, 16, 3, 3), groups=4)": ["gemm_matrix,weights:bytes shares:1x1"],
+    "rnn('LSTM', 64, 64, 3, 32)": ["rnn,inputs:in_steps states:matrix_unit shares:1x1"],
+    "rnn('LSTM', 64, 64, 3, 4)": ["rnn,inputs:ahead states:tiles shares:1x1"],
+}
+# What avx512_vnni chooses with one thread: tiles and streams, by core.
+TILES = {
+    "zen4": {
+        "linear(1, 1024, 1024)": "tiles:streamed prefetch:own",
+        "linear(2, 64, 64)": "tiles:wide prefetch:own",
+        "linear(8, 1024, 1024)": "tiles:tall prefetch:own",
+        "linear(12, 1024, 1024)": "tiles:plain prefetch:own",
+        "linear(128, 128, 64)": "tiles:pipelined prefetch:none",
+        "linear(128, 24, 64)": "tiles:short prefetch:none",
+        "linear(128, 512, 1024)": "tiles:pipelined prefetch:next_l2",
+        "conv((1, 16, 30, 30), (32, 16, 3, 3), torch.int32, Attr())": "tiles:plain prefetch:none",
+        "conv((1, 16, 9, 9), (16, 4, 3, 3), groups=4)": None,
+        "rnn('LSTM', 256, 256, 9, 1)": "inputs:lookahead states:two_streams",
+        "rnn('LSTM', 8, 1024, 9, 1)": "inputs:ahead states:one_stream",
+        "rnn('LSTM', 64, 64, 9, 4)": "inputs:ahead states:tiles",
+    },
+    "zen5": {
+        "linear(1, 1024, 1024)": "tiles:streamed prefetch:own",
+        "linear(1, 1024, 2048)": "tiles:few_streams prefetch:own",
+    },
+    "emeraldrapids": {
+        "linear(1, 1024, 1024)": "tiles:wide prefetch:own",
+        "linear(128, 64, 1024)": "tiles:short prefetch:next_l1",
+        "rnn('LSTM', 256, 256, 9, 1)": "inputs:ahead states:tiles",
+    },
 }
 
 
-def logged(tier: str, cases: dict[str, list[str]], tag: str, threads: int = 1) -> None:
-    """The lines of the log with this tag, by call, are `cases`."""
+def log(tier: str, calls: Iterable[str], tag: str, threads: int, cpu: str) -> dict[str, list[str]]:
+    """The lines of the log with this tag, by call."""
     if tier not in torchq.supported_isas():
         pytest.skip(f"this CPU has no {tier}")
-    calls = "".join(f'    print("case", {call!r}, flush=True); {call}\n' for call in cases)
+    code = "".join(f'    print("case", {call!r}, flush=True); {call}\n' for call in calls)
     found: dict[str, list[str]] = {}
-    program = f"torch.set_num_threads({threads})\nwith torchq.use_isa({tier!r}):\n{calls}"
-    for line in run("2", program):
+    program = f"torch.set_num_threads({threads})\nwith torchq.use_isa({tier!r}):\n{code}"
+    for line in run("2", program, cpu):
         if line.startswith("case "):
             lines = found.setdefault(line.removeprefix("case "), [])
         elif line.startswith(f"torchq,{tag},"):
             lines.append(line.removeprefix(f"torchq,{tag},"))
-    assert found == cases
+    return found
 
 
 @pytest.mark.parametrize(("tier", "cases"), [("avx2", REASONS), ("amx", UNIT_REASONS)])
 def test_reasons(tier: str, cases: dict[str, list[str]]) -> None:
-    logged(tier, cases, "dispatch")
+    assert log(tier, cases, "dispatch", 1, "") == cases
 
 
 @pytest.mark.parametrize(
@@ -259,7 +298,15 @@ def test_reasons(tier: str, cases: dict[str, list[str]]) -> None:
     [("avx2", CHOICES, 1), ("avx2", SHARED_CHOICES, 2), ("amx", UNIT_CHOICES, 1)],
 )
 def test_choices(tier: str, cases: dict[str, list[str]], threads: int) -> None:
-    logged(tier, cases, "choice", threads)
+    assert log(tier, cases, "choice", threads, "") == cases
+
+
+@pytest.mark.parametrize(("cpu", "cases"), TILES.items())
+def test_tiles(cpu: str, cases: dict[str, str | None]) -> None:
+    for call, lines in log("avx512_vnni", cases, "choice", 1, cpu).items():
+        expected = cases[call]
+        assert len(lines) == 1 and (expected or "small_groups") in lines[0], (call, lines)
+        assert ("tiles:" in lines[0]) == (expected or "").startswith("tiles:"), (call, lines)
 
 
 def test_reasons_take_level_two() -> None:

@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "ops/rnn/rnn.h"
+#include "ops/rnn/choose.h"
 #include "runtime/result_allocator.h"
 #include "runtime/scratch.h"
 #include "runtime/thread_team.h"
@@ -120,7 +120,8 @@ void check_rnn(RnnCell cell, int gates, int directions, bool dynamic) {
     layer.h_n = h_n.data();
     layer.c_n = cell == RnnCell::kLstm ? c_n.data() : nullptr;
     at::num_threads = threads;
-    run_rnn(layer, make_kernels<Tier::reference>("reference"));
+    const Kernels tier = make_kernels<Tier::reference>("reference");
+    run_rnn(layer, choose(layer, tier), tier);
     at::num_threads = 4;
     dst.insert(dst.end(), h_n.begin(), h_n.end());
     dst.insert(dst.end(), c_n.begin(), c_n.end());

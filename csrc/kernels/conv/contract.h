@@ -23,6 +23,8 @@ struct DepthwiseLayer {
   bool flip;
   uint8_t zero_point;
   const uint8_t* padding;  // a row of zero points, of at least one pixel
+  /// Windows slide along a row: where `why_no_slide` has no reason against it. Faster.
+  bool slides;
 };
 
 /// Destination rows of one layer.

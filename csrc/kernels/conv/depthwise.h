@@ -31,7 +31,6 @@
 
 #include "kernels/conv/depthwise_dot.h"
 #include "kernels/conv/depthwise_slide_three.h"
-#include "kernels/conv/depthwise_strategy.h"
 
 namespace {
 
@@ -197,10 +196,26 @@ void depthwise_chunk(const DepthwiseRun<Isa>& run) {
   }
 }
 
+/// Returns the reason why an epilogue is not the 8-bit one of words, or null.
+inline const char* why_no_bytes(const Epilogue& e) {
+  if (e.dst_dtype != DType::u8 && e.dst_dtype != DType::s8) return "dst has more than 8 bits";
+  if (e.mode != Epilogue::kFolded) return "post-ops do not fold";
+  if (e.guard) return "results may exceed 32 bits, or row_sums are given";
+  if (e.num_sums > 0) return "another tensor is added";
+  return e.lo != nullptr ? "bounds differ between channels" : nullptr;
+}
+
+/// Returns the reason why a layer's windows cannot slide, or null.
 template <class Isa>
 const char* why_no_slide(const DepthwiseLayer& d, const Epilogue& e) {
-  const char* why = why_no_bytes(e);
-  return why != nullptr ? why : why_no_slide(d, kHoldsColumns<Isa>);
+  constexpr bool kFives = kHoldsColumns<Isa>;
+  if (const char* why = why_no_bytes(e); why != nullptr) return why;
+  if (d.dilation != 1) return "taps of a row are not neighbors";
+  if (d.stride > 2) return "the stride along a row is more than 2";
+  if (d.width == 3 && (d.kernel_rows == 2 || d.kernel_rows == 3)) return nullptr;
+  if (kFives && d.stride == 2 && d.width == 5 && d.kernel_rows == 5) return nullptr;
+  return kFives ? "the kernel is not 3x3 or 2x3, nor 5x5 with stride 2"
+                : "the kernel is not 3x3 or 2x3";
 }
 
 template <class Isa>
@@ -215,10 +230,9 @@ void depthwise(const DepthwiseLayer& d, const DepthwiseRows& rows, const Epilogu
                void* scratch) {
   constexpr int kChannels = Isa::kDepthwiseChannels;
   const bool fold = why_no_bytes(e) == nullptr;
-  const bool slide = why_no_slide<Isa>(d, e) == nullptr;
   DepthwiseChunk<Isa> chunk;
   const StashPlan plan = stash_plan<Isa>(d);
-  chunk.joined = slide && kHoldsColumns<Isa> && d.stride == 2;
+  chunk.joined = d.slides && kHoldsColumns<Isa> && d.stride == 2;
   DepthwiseRun<Isa> run{d,     rows, e,       plan,    dot_fns<Isa>(d, plan, fold),
                         chunk, {},   nullptr, nullptr, {}};
   init_chunk<Isa>(d, plan, scratch, &chunk);
@@ -228,7 +242,7 @@ void depthwise(const DepthwiseLayer& d, const DepthwiseRows& rows, const Epilogu
     while (chunk.split < Isa::kDepthwiseSplits && left <= kChannels / chunk.split / 2) {
       chunk.split *= 2;
     }
-    if (chunk.split == 1 && Isa::kDepthwiseSplits == 4 && left <= kChannels * 3 / 4 && !slide)
+    if (chunk.split == 1 && Isa::kDepthwiseSplits == 4 && left <= kChannels * 3 / 4 && !d.slides)
       chunk.split = 2;
     // Without masks two halves that overlap beat a vector with lanes that have no channel.
     if (Isa::kDepthwiseSplits == 2 && d.channels < kChannels) chunk.split = 2;
@@ -244,7 +258,7 @@ void depthwise(const DepthwiseLayer& d, const DepthwiseRows& rows, const Epilogu
     run.stash[1] = stash_fn<Isa>(chunk.split, d.flip, kFourRows);
     run.stash_pairs = stash_fn<Isa>(chunk.split, d.flip, kPairs);
     run.stash_checked = stash_fn<Isa>(chunk.split, d.flip, kChecked);
-    if (slide) {
+    if (d.slides) {
       const bool plain = byte_epilogue(chunk, e).plain;
       run.slide[0] = slide_fn<Isa>(d, chunk.split, false, plain);
       run.slide[1] = slide_fn<Isa>(d, chunk.split, true, plain);

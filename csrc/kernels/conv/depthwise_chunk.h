@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // A chunk of channels of a depthwise layer: its weights and parameters in the lane order of
-// Isa::interleave, and how a row is cut into stretches.
+// Isa::interleave, how a row is cut into stretches, and how words become bytes.
 #pragma once
 
 #include "kernels/common.h"
 #include "kernels/conv/contract.h"
 #include "kernels/cpu_tuning.h"
+#include "kernels/epilogue/epilogue.h"
 
 namespace {
 
@@ -273,6 +274,35 @@ void fill_chunk(const DepthwiseLayer& d, const Epilogue& e, bool fold, Depthwise
     store_weights<Isa>(run, first + (kFive + t) * kQuadBytes);
     store_weights<Isa>(lanes, second + (kFive + t) * kQuadBytes);
   }
+}
+
+/// Parameters of the folded epilogue from words to bytes. Held by value: stores of bytes could
+/// alias a reference.
+struct ByteEpilogue {
+  bool is_signed, clamp;
+  bool plain;              // neither, and all lanes have channels
+  const uint8_t *lo, *hi;  // vectors of bounds
+  int count;               // bytes of each row
+};
+
+template <class Isa>
+TORCHQ_INLINE ByteEpilogue byte_epilogue(const DepthwiseChunk<Isa>& chunk, const Epilogue& e) {
+  const bool is_signed = e.dst_dtype == DType::s8;
+  return {is_signed, e.clamp,  !is_signed && !e.clamp && chunk.count == chunk.width,
+          chunk.lo,  chunk.hi, chunk.count};
+}
+
+/// Two vectors of words, in lane order, to the bytes of one pixel of `split` rows.
+template <class Isa>
+TORCHQ_INLINE void store_words(const ByteEpilogue& f, uint8_t* pixel, const int64_t* offset,
+                               int split, typename Isa::Bytes low, typename Isa::Bytes high) {
+  auto bytes = Isa::pack_bytes(low, high, f.is_signed);
+  if (f.clamp) {
+    constexpr int kBytes = sizeof bytes;
+    bytes = Isa::max_bytes(bytes, Isa::load_channels(f.lo, kBytes), f.is_signed);
+    bytes = Isa::min_bytes(bytes, Isa::load_channels(f.hi, kBytes), f.is_signed);
+  }
+  Isa::store_rows(pixel, offset, split, bytes, f.count);
 }
 
 }  // namespace

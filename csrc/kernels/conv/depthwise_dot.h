@@ -3,7 +3,6 @@
 // interleaved columns in L1 to the destination.
 #pragma once
 
-#include "kernels/conv/depthwise_epilogue.h"
 #include "kernels/conv/depthwise_stash.h"
 
 namespace {

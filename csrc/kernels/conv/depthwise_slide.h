@@ -6,7 +6,6 @@
 // with the stash (geometric mean 1.31).
 #pragma once
 
-#include "kernels/conv/depthwise_epilogue.h"
 #include "kernels/conv/depthwise_stash.h"
 
 namespace {

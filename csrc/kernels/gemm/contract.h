@@ -34,6 +34,32 @@ struct GemmExcess {
   const int8_t* weight;
 };
 
+/// Software-prefetch policy of a tile: nothing, or its own weights ahead of their use.
+/// kNextPanelsL1/L2: tile n of the row loop prefetches panel n of the next panels.
+enum Prefetch : int { kNone, kOwnWeights, kNextPanelsL1, kNextPanelsL2 };
+
+/// How `gemm` cuts a call into tiles, where `plans_tiles`; all zeros: plain tiles without
+/// prefetches. No plan changes a result.
+struct TilePlan {
+  /// Of up to kFewRows rows. Streams (Note [Streamed weights]); eight panels; three of more rows.
+  enum FewRows : uint8_t { kPlain, kStreamed, kFewStreams, kWide, kTall };
+  FewRows few_rows;
+  /// Of more rows: bit n where n full panels are pipelined (Note [Pipelined tiles]), and whether
+  /// the others have tiles with their sums written out (gemm_short.h), if there are any.
+  uint8_t pipelined;
+  bool is_short;
+  Prefetch prefetch, rest_prefetch;  // of four panels, of fewer
+};
+/// Quads of one run, and of each of three whose weights follow one another, with short tiles.
+constexpr int64_t kShortQuads[] = {4, 6, 8, 10, 12, 16, 24}, kShortQuadsOfThree = 3;
+/// Sums of a pipelined tile: whole rows, and whole vectors of bytes. With 20 sums, of five rows, 64
+/// inputs take 1.03 of the time without pipelining.
+constexpr int pipelined_sums(int panels) { return panels == 4 ? 16 : 12; }
+/// Sums whose epilogue runs beside one quad. With two, layers of 32 to 60 inputs are pipelined,
+/// too: four panels are 1.01 to 1.05x faster, with a residual 1.04 to 1.15x, but three or two
+/// panels 0.93 to 1.00x.
+constexpr int ends_per_quad(int panels) { return panels == 4 ? 2 : 1; }
+
 /// dst[row][n] = epilogue(n, acc_init[n] + sum over runs and k of src[row][run][k] *
 /// weight[n][run][k])
 ///
@@ -67,6 +93,7 @@ struct GemmTile {
   ///   4, 8  gemm_groups: groups of one or two whole panels
   // clang-format on
   int group_quads;
+  TilePlan plan;
 };
 
 /// Rows times panels of 4-bit weights, in groups along k; the last may be shorter:
@@ -110,6 +137,8 @@ struct GemmKernels {
   /// Bytes a packed weight byte occupies for `gemm`: 1, or 2 where weights are
   /// widened to 16 bits first.
   int widening;
+  /// `gemm` has all the tiles of TilePlan, and takes those that it is told.
+  bool plans_tiles = false;
   void (*gemm)(const GemmTile&, const Epilogue&);
   /// Exact only for panels whose pair bound is at most 128, as clipped ones, to
   /// whose products it adds those of `excess`, where `clip` is not null; reads

@@ -7,6 +7,7 @@ template <class Isa>
 constexpr GemmKernels make_entries() {
   GemmKernels k{};
   k.widening = Isa::kSteps;
+  k.plans_tiles = kHasWide<Isa>;
   if constexpr (kMultipliesS8<Isa>) {
     k.gemm = &gemm_s8<Isa>;
   } else {

@@ -3,7 +3,6 @@
 // which tiles a call is cut into, and in which order they run.
 #pragma once
 
-#include "kernels/cpu_tuning.h"
 #include "kernels/gemm/gemm_pipelined.h"
 #include "kernels/gemm/gemm_short.h"
 #include "kernels/gemm/gemm_streamed.h"
@@ -11,21 +10,13 @@
 
 namespace {
 
-/// Returns the prefetch policy of tiles of NP panels from `panel` on. Emerald Rapids, prefetching
-/// the next panels, in MobileNet: 160 to 960 channels take 0.87 of the time, 320 to 1280 0.86, 96
-/// to 576 0.93; with hot caches 0.95 to 1. On Zen 5 prefetches displace products: hot, 1x1 of 64 to
-/// 256 channels is 1.07x faster without, of 256 to 1024 1.01x. In a whole network weights come from
-/// L3 and beyond, and prefetching the next panels pays: ResNet-50 takes 0.94 of the time.
+/// Returns the prefetch policy of tiles of NP panels from `panel` on: the last ones have none next.
 template <class Isa, int NP>
-TORCHQ_INLINE Prefetch choose_prefetch(const GemmTile& t, int panel) {
+TORCHQ_INLINE Prefetch prefetch_of(const GemmTile& t, int panel) {
   if constexpr (Isa::kPrefetches) {
-    if (t.rows <= kFewRows) return kOwnWeights;
-    const bool in_l1 = NP * t.panel_stride <= tuning::kTileWeightBytes;
-    const int panels = t.panels + t.panels_behind;
-    const bool has_next = NP == Isa::kMaxPanels && panel + NP < panels;
-    if (cpu_tuning->gains_from_l1) return in_l1 && has_next ? kNextPanelsL1 : kOwnWeights;
-    if (in_l1 && panels * t.panel_stride < tuning::kFewWeightBytes) return kNone;
-    return has_next ? kNextPanelsL2 : kOwnWeights;
+    if (NP != Isa::kMaxPanels) return t.plan.rest_prefetch;
+    const bool is_last = panel + NP >= t.panels + t.panels_behind;
+    return is_last && t.plan.prefetch > kOwnWeights ? kOwnWeights : t.plan.prefetch;
   }
   return kNone;
 }
@@ -33,9 +24,9 @@ TORCHQ_INLINE Prefetch choose_prefetch(const GemmTile& t, int panel) {
 /// The rows from `begin` on x NP panels from `panel` on.
 template <class Isa, int NP, WeightForm kWeights, int kGroupPanels = 0>
 TORCHQ_INLINE void gemm_panels(const GemmTile& t, const Epilogue& e, int panel, int begin = 0) {
-  const Prefetch prefetch = kGroupPanels > 0 ? kNone : choose_prefetch<Isa, NP>(t, panel);
+  const Prefetch prefetch = kGroupPanels > 0 ? kNone : prefetch_of<Isa, NP>(t, panel);
   if constexpr (kHasWide<Isa> && kGroupPanels == 0 && NP > 1 && NP <= Isa::kMaxPanels) {
-    if (begin == 0 && (panel + NP) * kPanel <= t.channels && is_pipelined<Isa, NP>(t, e)) {
+    if (begin == 0 && (panel + NP) * kPanel <= t.channels && is_pipelined(t, NP)) {
       begin = gemm_pipelined<Isa, NP>(t, e, panel, prefetch == kNextPanelsL2);
       if (begin == t.rows) return;
     }
@@ -61,36 +52,20 @@ TORCHQ_INLINE void gemm_rest(const GemmTile& t, const Epilogue& e, int panel) {
   if constexpr (NP > 1) gemm_rest<Isa, NP - 1, kWeights>(t, e, panel);
 }
 
-/// Returns true if tiles of three panels, which have more rows than those of four, save a pass over
-/// weights beyond L1 (up to 8 rows) or L2. Emerald Rapids, M x 4096 -> 4096: with 8 rows 1.26x
-/// faster than two tiles of 4 x 4, with 16 rows 1.11x. From L2 the two are equal with 8 rows, and 6
-/// x 4 is 1.03x faster with 16.
-template <class Isa>
-TORCHQ_INLINE bool takes_three_panels(const GemmTile& t) {
-  constexpr int kTall = kMostRows<Isa, 3>, kWide = kMostRows<Isa, Isa::kMaxPanels>;
-  const bool fewer_tiles = (t.rows + kTall - 1) / kTall < (t.rows + kWide - 1) / kWide;
-  const int64_t bytes = t.panels * t.panel_stride;
-  return fewer_tiles && t.panels > 8 && (t.rows <= kTall || bytes > tuning::kThreePanelBytes);
-}
-
-/// Up to kFewRows rows: panels outermost. One row or two take wide tiles unless they are streamed.
-/// Emerald Rapids: 1.02 to 1.08x faster from L2, 1.01x from L3.
+/// Up to kFewRows rows: panels outermost.
 template <class Isa, WeightForm kWeights>
 void gemm_few_rows(const GemmTile& t, const Epilogue& e) {
   constexpr int kMost = Isa::kMaxPanels;
   int panel = 0;
   if constexpr (kHasWide<Isa>) {
-    if (is_streamed<Isa>(t)) {
+    if (t.plan.few_rows == TilePlan::kStreamed || t.plan.few_rows == TilePlan::kFewStreams) {
       panel = gemm_streamed<Isa>(t, e);
-    } else if (t.rows <= 2) {
+    } else if (t.plan.few_rows == TilePlan::kWide) {
       constexpr int kWide = kWidePanels;
       for (; panel + kWide <= t.panels; panel += kWide) {
         gemm_panels<Isa, kWide, kWeights>(t, e, panel);
       }
-    }
-  }
-  if constexpr (kMost > 3) {
-    if (takes_three_panels<Isa>(t)) {
+    } else if (t.plan.few_rows == TilePlan::kTall) {
       for (; panel + 3 <= t.panels; panel += 3) gemm_panels<Isa, 3, kWeights>(t, e, panel);
     }
   }
@@ -122,16 +97,24 @@ int gemm_short_rows(const GemmTile& t, const Epilogue& e, int panel) {
 /// The panels from `panel` on that `gemm_short` has a tile for; returns the first that is left.
 template <class Isa>
 TORCHQ_INLINE int gemm_if_short(const GemmTile& t, const Epilogue& e, int panel) {
-  if (t.flip || !is_byte_epilogue(e) || !is_plain(e)) return panel;
-  if (has_runs<1, 4>(t)) return gemm_short_rows<Isa, 1, 4>(t, e, panel);
-  if (has_runs<1, 6>(t)) return gemm_short_rows<Isa, 1, 6>(t, e, panel);
-  if (has_runs<1, 8>(t)) return gemm_short_rows<Isa, 1, 8>(t, e, panel);
-  if (has_runs<1, 10>(t)) return gemm_short_rows<Isa, 1, 10>(t, e, panel);
-  if (has_runs<1, 12>(t)) return gemm_short_rows<Isa, 1, 12>(t, e, panel);
-  if (has_runs<1, 16>(t)) return gemm_short_rows<Isa, 1, 16>(t, e, panel);
-  if (has_runs<1, 24>(t)) return gemm_short_rows<Isa, 1, 24>(t, e, panel);
-  if (has_runs<3, 3>(t)) return gemm_short_rows<Isa, 3, 3>(t, e, panel);
-  return panel;
+  if (!t.plan.is_short) return panel;
+  if (t.num_runs == 3) return gemm_short_rows<Isa, 3, kShortQuadsOfThree>(t, e, panel);
+  switch (t.runs->quads) {
+    case 4:
+      return gemm_short_rows<Isa, 1, 4>(t, e, panel);
+    case 6:
+      return gemm_short_rows<Isa, 1, 6>(t, e, panel);
+    case 8:
+      return gemm_short_rows<Isa, 1, 8>(t, e, panel);
+    case 10:
+      return gemm_short_rows<Isa, 1, 10>(t, e, panel);
+    case 12:
+      return gemm_short_rows<Isa, 1, 12>(t, e, panel);
+    case 16:
+      return gemm_short_rows<Isa, 1, 16>(t, e, panel);
+    default:
+      return gemm_short_rows<Isa, 1, 24>(t, e, panel);
+  }
 }
 
 /// All panels of the tile, as wide as the registers allow; the last chunk takes the rest. Panels
@@ -143,14 +126,16 @@ void gemm(const GemmTile& t, const Epilogue& e) {
   constexpr int kMost = Isa::kMaxPanels;
   int panel = 0;
   if constexpr (kHasWide<Isa>) {
-    if (is_pipelined<Isa, kMost>(t, e)) {
+    if (is_pipelined(t, kMost)) {
       const int whole = t.channels / kPanel;
       for (; panel + kMost <= whole; panel += kMost) gemm_panels<Isa, kMost, kWeights>(t, e, panel);
     }
-    if (!rest_is_pipelined<Isa>(t, e, t.panels - panel)) panel = gemm_if_short<Isa>(t, e, panel);
+    const int rest = t.panels - panel;
+    const bool rest_is_pipelined = (rest == 2 || rest == 3) && is_pipelined(t, rest);
+    if (!rest_is_pipelined) panel = gemm_if_short<Isa>(t, e, panel);
   }
   const int whole = Isa::kMasksTails ? t.channels / kPanel : t.panels;
-  const Prefetch prefetch = choose_prefetch<Isa, kMost>(t, panel);
+  const Prefetch prefetch = prefetch_of<Isa, kMost>(t, panel);
   if (prefetch == kNextPanelsL1 || prefetch == kNextPanelsL2) {
     for (; panel + kMost <= whole; panel += kMost) gemm_panels<Isa, kMost, kWeights>(t, e, panel);
   } else if (t.panels - panel > kMost) {

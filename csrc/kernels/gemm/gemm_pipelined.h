@@ -17,28 +17,17 @@
 // 512 inputs 1.02x, with 1024 1.01x.
 #pragma once
 
-#include "kernels/cpu_tuning.h"
 #include "kernels/epilogue/register_epilogue.h"
 #include "kernels/gemm/dot_step.h"
 
 namespace {
-
-/// Sums of a tile: whole rows, and whole vectors of bytes. With 20 sums, of five rows, 64 inputs
-/// take 1.03 of the time without pipelining.
-template <int kPanels>
-constexpr int kPipelinedSums = kPanels == 4 ? 16 : 12;
-/// Sums whose epilogue runs beside one quad. With two, layers of 32 to 60 inputs are pipelined,
-/// too: four panels are 1.01 to 1.05x faster, with a residual 1.04 to 1.15x, but three or two
-/// panels 0.93 to 1.00x.
-template <int kPanels>
-constexpr int kEndsPerQuad = kPanels == 4 ? 2 : 1;
 
 /// Tiles of kPanels full panels. kResidual: the epilogue has one sum. kPrefetchNext: tile n
 /// prefetches panel n of the next kPanels panels into L2.
 template <class Isa, int kPanels, bool kFlip, bool kResidual, bool kPrefetchNext>
 class PipelinedTiles {
  public:
-  static constexpr int kSums = kPipelinedSums<kPanels>, kRows = kSums / kPanels;
+  static constexpr int kSums = pipelined_sums(kPanels), kRows = kSums / kPanels;
   using Sums = typename Isa::Int[kRows][kPanels];
 
   PipelinedTiles(const GemmTile& tile, const Epilogue& epilogue, int panel)
@@ -143,7 +132,7 @@ class PipelinedTiles {
                                             const int64_t* dst_offset) {
     if constexpr (i < Isa::kStoredPanels) {
       constexpr int r = (first + i) / kPanels, p = (first + i) % kPanels;
-      if constexpr (i % kEndsPerQuad<kPanels> == 0) multiply_quad(acc);
+      if constexpr (i % ends_per_quad(kPanels) == 0) multiply_quad(acc);
       panels[i] = epilogue(Isa::load_int(done_ + (first + i) * kPanel), p, dst_offset[r]);
       multiply_with_epilogue<first, i + 1>(acc, panels, dst_offset);
     }
@@ -202,13 +191,8 @@ TORCHQ_NOINLINE int pipelined_tiles(const GemmTile& t, const Epilogue& e, int pa
   return PipelinedTiles<Isa, kPanels, kFlip, kResidual, kPrefetchNext>(t, e, panel).run(first, end);
 }
 
-/// Returns true if tiles of kPanels full panels can be pipelined (Note [Pipelined tiles]) and gain.
-template <class Isa, int kPanels>
-TORCHQ_INLINE bool is_pipelined(const GemmTile& t, const Epilogue& e) {
-  const bool has_residual = e.num_sums == 1 && e.lo == nullptr && !e.clamp;
-  return kPanels * t.panel_stride <= cpu_tuning->pipelined_bytes && t.rows > kFewRows &&
-         t.num_runs > 0 && t.runs->quads * kEndsPerQuad<kPanels> >= kPipelinedSums<kPanels> &&
-         is_byte_epilogue(e) && (is_plain(e) || has_residual);
+TORCHQ_INLINE bool is_pipelined(const GemmTile& t, int panels) {
+  return t.plan.pipelined >> panels & 1;
 }
 
 /// kPanels full panels from `panel` on, where `is_pipelined`; returns the first row that is left.
@@ -221,7 +205,7 @@ TORCHQ_INLINE int gemm_pipelined(const GemmTile& t, const Epilogue& e, int panel
                                               &pipelined_tiles<Isa, kPanels, false, true, false>},
                                              {&pipelined_tiles<Isa, kPanels, true, false, false>,
                                               &pipelined_tiles<Isa, kPanels, true, true, false>}};
-  constexpr int kRows = kPipelinedSums<kPanels> / kPanels;
+  constexpr int kRows = pipelined_sums(kPanels) / kPanels;
   static_assert(kFewRows >= kRows + 2, "`end` would be none, but a run is a tile or more");
   // A tile of one row or two would wait for L2, or for its sums.
   const int rest = t.rows % kRows, end = t.rows - (rest == 1 || rest == 2 ? kRows + rest : rest);
@@ -236,12 +220,6 @@ TORCHQ_INLINE int gemm_pipelined(const GemmTile& t, const Epilogue& e, int panel
       first = kPrefetching[t.flip][e.num_sums](t, e, panel, 0, min_int(kPanels * kRows, end));
   }
   return first == end ? end : kPipelined[t.flip][e.num_sums](t, e, panel, first, end);
-}
-
-/// Returns true if the last panels, fewer than kMaxPanels, are pipelined; a single one never is.
-template <class Isa>
-TORCHQ_INLINE bool rest_is_pipelined(const GemmTile& t, const Epilogue& e, int panels) {
-  return panels == 2 ? is_pipelined<Isa, 2>(t, e) : panels == 3 && is_pipelined<Isa, 3>(t, e);
 }
 
 }  // namespace

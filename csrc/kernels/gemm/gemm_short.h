@@ -12,17 +12,6 @@ constexpr int kShortRows = NP == 4                              ? kTileRows
                            : NP == 3 || (NP == 1 && kRuns == 3) ? 8
                                                                 : 12;
 
-/// Returns true if the runs are kRuns of kQuads whose weights follow one another.
-template <int kRuns, int kQuads>
-TORCHQ_INLINE bool has_runs(const GemmTile& t) {
-  if (t.num_runs != kRuns) return false;
-  for (int i = 0; i < kRuns; ++i) {
-    const int64_t offset = t.runs[0].weight_offset + i * kQuads * kPanel * kQuad;
-    if (t.runs[i].quads != kQuads || t.runs[i].weight_offset != offset) return false;
-  }
-  return true;
-}
-
 /// As `gemm_tile`, of NP full panels, for all tiles of rows, and with the sums written out: around
 /// so few, a loop takes as long as they do, and so do a call and what it sets up. Returns how many
 /// rows that were. The epilogue `is_byte_epilogue` and `is_plain`. Measured on Emerald Rapids,

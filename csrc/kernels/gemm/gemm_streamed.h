@@ -19,9 +19,6 @@
 
 namespace {
 
-/// Most rows that are bound by weights rather than by products.
-constexpr int kStreamedRows = 4;
-
 /// Panels whose sums wait in L1 for their epilogue.
 constexpr int kStreamedPanels = 60;
 
@@ -122,15 +119,6 @@ int gemm_streamed(const GemmTile& t, const Epilogue& e) {
   return whole;
 }
 
-/// Returns true for few rows with many weights. Pixels at corners of images are left out: they skip
-/// weights, and read those that other pixels have just read.
-template <class Isa>
-TORCHQ_INLINE bool is_streamed(const GemmTile& t) {
-  const bool all = t.num_runs == 1 && t.runs->quads * kPanel * kQuad == t.panel_stride;
-  const bool large = t.panels * t.panel_stride > tuning::kStreamedMinBytes;
-  return t.rows <= kStreamedRows && all && large && cpu_tuning->gains_from_streams;
-}
-
 template <class Isa, int MR, int kStreams, int64_t kDistance>
 int gemm_streamed(const GemmTile& t, const Epilogue& e) {
   return t.flip ? gemm_streamed<Isa, MR, kStreams, kDistance, true>(t, e)
@@ -139,9 +127,7 @@ int gemm_streamed(const GemmTile& t, const Epilogue& e) {
 
 template <class Isa, int MR>
 int gemm_streamed(const GemmTile& t, const Epilogue& e) {
-  const int64_t bytes = t.panels * t.panel_stride;
-  const bool from_l3 = bytes > tuning::kStreamedL2Bytes && bytes <= tuning::kStreamedL3Bytes;
-  if (!from_l3 || !cpu_tuning->gains_from_few_streams) {
+  if (t.plan.few_rows == TilePlan::kStreamed) {
     return gemm_streamed<Isa, MR, tuning::kStreams, 0>(t, e);
   }
   constexpr int i = MR > 2;

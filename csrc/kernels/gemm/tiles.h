@@ -7,10 +7,6 @@
 
 namespace torchq {
 
-/// Software-prefetch policy of a tile: nothing, or its own weights ahead of their use.
-/// kNextPanelsL1/L2: tile n of the row loop prefetches panel n of the next NP panels.
-enum Prefetch : int { kNone, kOwnWeights, kNextPanelsL1, kNextPanelsL2 };
-
 /// Form of a tile's source dwords: four u8, four s8, or two 16-bit values (`GemmTile::widened`).
 enum SrcForm : int { kUnsigned, kSigned, kWidened };
 

@@ -81,6 +81,9 @@ struct RnnStep {
   /// begins with those that the step before left in the cache (1024 units of an LSTM, 4 MB, on a
   /// core with 2 MB of L2: 0.72 of the time, of a GRU, 3 MB: 0.65).
   bool descending;
+  /// Streams that the weights of one row, which are all of a panel's, are read as: 1, or 2 of an
+  /// even number of groups. 0: tiles of panels. Where `rnn_streams`.
+  int streams;
   int64_t rows;
   int64_t units;  // valid ones in these groups
   const uint8_t* src;
@@ -94,7 +97,7 @@ struct RnnStep {
   const float* input;  // [groups][..rows][gates][16]; null for a projection, or with `source`
   int64_t input_group_stride, input_row_stride;
   const RnnInput* source;   // what `input` would be computed from, but for `dst`; or null
-  RnnLookahead* lookahead;  // or null, as where `rnn_pieces` is 0
+  RnnLookahead* lookahead;  // or null, as where `streams` is 0
   const float* scale;       // [rows] or null
   const float* extra;  // kGru: bias of n's matmul [groups][16]; kLstm: peephole [3][..][16] or null
   int64_t extra_stride;  // between the peephole's vectors
@@ -138,10 +141,11 @@ struct QuantizeRow {
 struct RnnKernels {
   /// As GemmKernels::widening, for `rnn_input` and `rnn_step`.
   int rnn_widening;
+  /// `rnn_step` reads streams (RnnStep::streams), and runs a piece of RnnLookahead beside each
+  /// panel that has no cells: `groups / streams * (gates - 1) + 1` in a step.
+  bool rnn_streams = false;
   void (*rnn_input)(const RnnInput&);
   void (*rnn_step)(const RnnStep&);
-  /// Returns the number of pieces of RnnLookahead that a step runs; null: none.
-  int64_t (*rnn_pieces)(const RnnStep&) = nullptr;
   void (*quantize_row)(QuantizeRow&);
 };
 

@@ -9,7 +9,7 @@ constexpr RnnKernels make_entries() {
   k.rnn_widening = kRnnSteps<Isa>;
   k.rnn_input = &rnn_input<VectorTiles<Isa>>;
   k.rnn_step = &rnn_step<VectorTiles<Isa>>;
-  if constexpr (kHasWide<Isa>) k.rnn_pieces = &rnn_pieces<Isa>;
+  k.rnn_streams = kHasWide<Isa>;
   k.quantize_row = &quantize_row<Isa>;
   return k;
 }

@@ -87,8 +87,7 @@ template <class Tiles, RnnCell kCell>
 void rnn_cells(const RnnStep& s) {
   // A vanilla GRU's stages leave panels out.
   if constexpr (kMayStream<Tiles> && kCell != RnnCell::kGruGates && kCell != RnnCell::kGruNew) {
-    using Isa = typename Tiles::Isa;
-    if (rnn_is_streamed<Isa>(s)) return rnn_streamed<Isa, kCell>(s);
+    if (s.streams > 0) return rnn_streamed<typename Tiles::Isa, kCell>(s);
   }
   rnn_run<Tiles, kCell>(s);
 }

@@ -18,7 +18,6 @@
 //   GRU           0.93 0.87    0.97 0.91    1.00 0.93        0.91 0.88         0.95 0.88
 #pragma once
 
-#include "kernels/cpu_tuning.h"
 #include "kernels/gemm/gemm_streamed.h"
 #include "kernels/rnn/rnn_epilogue.h"
 #include "kernels/rnn/rnn_input.h"
@@ -193,28 +192,10 @@ void rnn_streamed_groups(const RnnStep& s) {
   if constexpr (rnn_stages(kCell) > 1) rnn_epilogue<Isa, V, kCell, 1, kPlain>(s, before);
 }
 
-inline int rnn_num_streams(const RnnStep& s) {
-  return s.panel_stride >= tuning::kRnnLongPanelBytes || s.groups % 2 != 0 ? 1 : 2;
-}
-
-/// Returns true for one row that reads all of its weights, if these are many enough.
-template <class Isa>
-inline bool rnn_is_streamed(const RnnStep& s) {
-  return s.rows == 1 && s.source == nullptr && s.group_stride == s.gates * s.panel_stride &&
-         s.groups * s.group_stride > tuning::kRnnStreamedMinBytes[rnn_num_streams(s) - 1] &&
-         cpu_tuning->gains_from_streams;
-}
-
-/// Panels without cells.
-template <class Isa>
-int64_t rnn_pieces(const RnnStep& s) {
-  return rnn_is_streamed<Isa>(s) ? s.groups / rnn_num_streams(s) * (s.gates - 1) + 1 : 0;
-}
-
 template <class Isa, RnnCell kCell, bool kPlain>
 void rnn_streamed(const RnnStep& s) {
-  (rnn_num_streams(s) == 1 ? &rnn_streamed_groups<Isa, kCell, kPlain, 1>
-                           : &rnn_streamed_groups<Isa, kCell, kPlain, 2>)(s);
+  (s.streams == 1 ? &rnn_streamed_groups<Isa, kCell, kPlain, 1>
+                  : &rnn_streamed_groups<Isa, kCell, kPlain, 2>)(s);
 }
 
 template <class Isa, RnnCell kCell>

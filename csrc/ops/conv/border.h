@@ -18,7 +18,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "ops/conv/geometry.h"
+#include "ops/conv/window.h"
 
 namespace torchq {
 

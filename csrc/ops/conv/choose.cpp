@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/gemm/choose.h"
 
+#include <cstdio>
+
 #include "kernels/cpu_tuning.h"
 #include "ops/conv/conv.h"
 #include "runtime/parallel.h"
@@ -48,14 +50,13 @@ const char* why_padded(const Conv& c, const Source& s, const TapIntervals (&axes
     rows *= c.output(d);
   }
   if (count <= fewest) return nullptr;
-  if (count > tuning::kMaxRegions) return "pixels meet more than 64 sets of valid taps";
+  if (count > tuning::kMaxRegions) return "pixels meet too many sets of valid taps";
   const int64_t group_quads = c.packing.taps * c.packing.quads * c.packing.panels_per_group();
   const bool adjacent = c.axes[0].stride * c.axes[1].stride * c.axes[2].stride == 1;
   if (!c.is_transposed() && prefers_one_region(c.tier, rows, group_quads, adjacent)) {
     return "a matrix unit wants whole tiles";
   }
-  if (rows < tuning::kMinRowsPerRegion * count)
-    return "fewer than 3 pixels meet the same valid taps";
+  if (rows < tuning::kMinRowsPerRegion * count) return "too few pixels meet the same valid taps";
   return !c.is_transposed() && padding_is_cheaper(c, s, axes, count)
              ? "so few products with padding take less time"
              : nullptr;
@@ -91,9 +92,11 @@ DepthwiseChoice choose(const Conv& c, const Source& s, const DepthwiseLayer& lay
   const int64_t row_bytes = std::max<int64_t>(c.axes[1].stride * s.pitch(1), 1);
   DepthwiseChoice choice{std::max(tuning::kDepthwiseBytes / row_bytes, kMinBlockRows),
                          threads_for(rows * c.output(2) * s.channels * layer.quads * kQuad),
+                         false,
                          {}};
   if (c.tier.why_no_slide == nullptr) return choice;
   const char* why = c.tier.why_no_slide(layer, epilogue);
+  choice.slides = why == nullptr;
   DepthwiseLayer one = layer;
   one.kernel_rows /= static_cast<int>(parts);
   if (why != nullptr && parts > 1 && c.tier.why_no_slide(one, epilogue) == nullptr) {
@@ -101,6 +104,13 @@ DepthwiseChoice choose(const Conv& c, const Source& s, const DepthwiseLayer& lay
   }
   choice.reasons.add("depthwise slide", why);
   return choice;
+}
+
+void DepthwiseChoice::log() const {
+  if (!logs_kernel_choice()) return;
+  reasons.log();
+  std::printf("torchq,choice,depthwise,windows:%s shares:1x%d\n", slides ? "slide" : "stash",
+              threads);
 }
 
 }  // namespace torchq

@@ -8,8 +8,10 @@
 #include <algorithm>
 
 #include "epilogue/describe_layer.h"
+#include "ops/conv/arguments.h"
 #include "ops/gemm/gemm.h"
 #include "ops/gemm/row_sums.h"
+#include "ops/pointwise/byte_table.h"
 #include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 
@@ -87,7 +89,9 @@ at::Tensor run_conv(OpTrace& trace, const ConvCall& call, const ConvArgs& args) 
                           bytes.before(dst), args.geometry);
   });
   const auto run = depthwise ? run_depthwise : run_dense;
-  run(c, source_of(src), epilogue.get(), trace);
+  const Source source{
+      bytes_of(src.tensor), src.batch, src.channels, {src.size[0], src.size[1], src.size[2]}};
+  run(c, source, epilogue.get(), trace);
   return dst;
 }
 

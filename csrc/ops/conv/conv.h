@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
+// A convolution that has been checked, and how it runs.
 #pragma once
-
-#include <ATen/core/Tensor.h>
 
 #include "ops/conv/border.h"
 #include "ops/conv/padding.h"
+#include "ops/gemm/gemm_problem.h"
 #include "ops/gemm/packing.h"
-#include "ops/pointwise/byte_table.h"
 #include "runtime/dispatch.h"
 #include "runtime/verbose.h"
 
@@ -43,11 +42,15 @@ struct ConvChoice {
 ConvChoice choose(const Conv& c, const Source& s, const TapIntervals (&axes)[3]);
 
 /// How a depthwise convolution runs: destination rows that pass through the kernel at a time, and
-/// the strategy along a row, which the kernel chooses. `parts`: see DepthwiseWeights.
+/// whether windows slide along a row or meet its stashed columns. `parts`: see DepthwiseWeights.
 struct DepthwiseChoice {
   int64_t block_rows;
   int threads;
+  bool slides;
   Reasons reasons;
+
+  /// Prints "torchq,choice,..." and the reasons if they are logged.
+  void log() const;
 };
 DepthwiseChoice choose(const Conv& c, const Source& s, const DepthwiseLayer& layer, int64_t parts,
                        const Epilogue& epilogue);
@@ -57,35 +60,5 @@ void run_dense(const Conv& c, const Source& s, const Epilogue& epilogue, OpTrace
 
 /// A convolution packed as ConvPacking::kDepthwise.
 void run_depthwise(const Conv& c, const Source& s, const Epilogue& epilogue, OpTrace& trace);
-
-/// Arguments of conv; conv_transpose has no row_sums.
-struct ConvArgs {
-  const at::Tensor &src, &weight, &compensation, &pair_bound, &multiplier, &offset;
-  const std::optional<at::Tensor>&acc_bias, &src_zero_point;
-  c10::IntArrayRef geometry;
-  int64_t dst_dtype;
-  c10::string_view post_ops;
-  const at::Tensor& post_op_params;
-  std::optional<at::TensorList> post_op_srcs;
-  const std::optional<at::Tensor>&weight_zero_point, &row_sums, &table;
-};
-/// Returns the groups of geometry [..., groups, in_channels], which src and compensation have.
-int64_t checked_groups(const char* op, const ChannelsLast& src, c10::IntArrayRef geometry,
-                       const at::Tensor& compensation);
-
-/// Their checked shapes; `taps`: those that one destination meets at most.
-struct ConvCall {
-  const char* op;
-  const ConvPacking& packing;
-  const Window& window;
-  ChannelsLast& src;
-  int64_t taps;
-  bool transposed;
-  int64_t output[3]{};
-};
-at::Tensor run_conv(OpTrace& trace, const ConvCall& call, const ConvArgs& args);
-
-/// The op of that name.
-at::Tensor conv(const ConvArgs& args);
 
 }  // namespace torchq

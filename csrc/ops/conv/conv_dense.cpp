@@ -5,7 +5,6 @@
 
 #include "ops/conv/conv.h"
 #include "ops/gemm/gemm.h"
-#include "runtime/checks.h"
 
 namespace torchq {
 namespace {

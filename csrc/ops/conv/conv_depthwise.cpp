@@ -97,9 +97,10 @@ void run_depthwise(const Conv& c, const Source& s, const Epilogue& epilogue, OpT
   const int64_t kernel[] = {c.axes[0].kernel, c.axes[1].kernel, c.axes[2].kernel};
   const DepthwiseWeights weights =
       depthwise_weights(scratch, c.weight, s.channels, kernel, c.weight_zero_point);
-  const DepthwiseLayer layer = depthwise_layer(c, s, weights, scratch);
+  DepthwiseLayer layer = depthwise_layer(c, s, weights, scratch);
   const DepthwiseChoice choice = choose(c, s, layer, weights.parts, epilogue);
-  choice.reasons.log();
+  choice.log();
+  layer.slides = choice.slides;
   const int64_t rows = s.batch * c.output(0) * c.output(1);
   parallel_ranges(rows, choice.threads, [&](Range range) {
     const int64_t size = std::min(choice.block_rows, range.end - range.begin);

@@ -5,7 +5,8 @@
 
 #include <algorithm>
 
-#include "ops/conv/conv.h"
+#include "ops/conv/arguments.h"
+#include "ops/conv/border.h"
 #include "ops/gemm/gemm.h"
 #include "runtime/bfloat16.h"
 #include "runtime/checks.h"

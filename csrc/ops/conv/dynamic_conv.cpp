@@ -9,7 +9,8 @@
 #include <vector>
 
 #include "kernels/cpu_tuning.h"
-#include "ops/conv/conv.h"
+#include "ops/conv/arguments.h"
+#include "ops/conv/border.h"
 #include "ops/gemm/row_params.h"
 #include "ops/pointwise/quantize.h"
 #include "runtime/bfloat16.h"

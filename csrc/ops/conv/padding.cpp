@@ -6,8 +6,6 @@
 #include <cstring>
 #include <type_traits>
 
-#include "runtime/checks.h"
-
 namespace torchq {
 namespace {
 
@@ -33,10 +31,6 @@ void copy_pixels(uint8_t* dst, const uint8_t* src, int64_t pixels, int64_t bytes
 }
 
 }  // namespace
-
-Source source_of(const ChannelsLast& src) {
-  return {bytes_of(src.tensor), src.batch, src.channels, {src.size[0], src.size[1], src.size[2]}};
-}
 
 Source pad(const char* op, ScratchFrame& scratch, const Source& s, const TapAxis (&axes)[3],
            const PadOptions& options) {

@@ -29,8 +29,6 @@ void move_last(T (&values)[3], int d) {
   std::rotate(values + d, values + d + 1, values + 3);
 }
 
-Source source_of(const ChannelsLast& src);
-
 /// Options of a copy with padding.
 struct PadOptions {
   uint8_t zero_point;  // as it is stored in the copy

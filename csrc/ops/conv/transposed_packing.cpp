@@ -8,7 +8,7 @@
 #include "epilogue/post_ops.h"
 #include "ops/conv/border.h"
 #include "ops/gemm/gemm.h"
-#include "ops/gemm/packing.h"
+#include "ops/gemm/packed_weights.h"
 #include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 

@@ -29,6 +29,8 @@ struct GemmChoice {
   int panel_parts, row_parts;
   /// Rows are copied as 16-bit values once for all panels of a block.
   bool widens_rows;
+  /// Calls of the kernel have a TilePlan.
+  bool plans_tiles;
   /// Matrix unit: how it reads each region's rows.
   c10::SmallVector<Lines, 9> lines;
   Reasons reasons;
@@ -36,10 +38,14 @@ struct GemmChoice {
   bool copies_weights() const {
     return weights == Weights::kWidened || weights == Weights::kClipped;
   }
-  /// Prints "torchq,choice,..." and the reasons if they are logged.
-  void log() const;
+  /// Prints "torchq,choice,..." and the reasons if they are logged; the tiles are those of a
+  /// region's first rows.
+  void log(const GemmProblem& p, const Epilogue& epilogue) const;
 };
 GemmChoice choose(const GemmProblem& p, const Kernels& tier);
+
+/// Returns the tiles of one call of `gemm`, for a tier that plans them.
+TilePlan plan_tiles(const GemmTile& t, const Epilogue& epilogue);
 
 /// Returns true if one region is better than many: padding adds less work than small regions leave
 /// empty in a matrix unit's tiles. `group_quads`: of all panels of a group; `adjacent`: rows start

@@ -10,7 +10,7 @@
 #include "epilogue/post_ops.h"
 #include "kernels/cpu_tuning.h"
 #include "ops/gemm/gemm.h"
-#include "ops/gemm/packing.h"
+#include "ops/gemm/packed_weights.h"
 #include "ops/gemm/row_params.h"
 #include "runtime/bfloat16.h"
 #include "runtime/checks.h"

@@ -7,7 +7,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "ops/gemm/packing.h"
+#include "ops/gemm/packed_weights.h"
 #include "ops/rows/real.h"
 #include "runtime/bfloat16.h"
 #include "runtime/checks.h"

@@ -10,7 +10,6 @@
 #include "ops/gemm/clipped_weights.h"
 #include "ops/gemm/gemm_matrix.h"
 #include "ops/gemm/widened_rows.h"
-#include "runtime/checks.h"
 #include "runtime/parallel.h"
 
 namespace torchq {
@@ -119,6 +118,7 @@ class Worker {
       const int64_t first = (b.group * choice_.panels_per_group + b.panel) * kPanel;
       tile.acc_init = region.acc_init + first;
       if (widened_rows_) widened_rows_->fill(src_offset_, tile);
+      if (choice_.plans_tiles) tile.plan = plan_tiles(tile, epilogue_);
       choice_.run(tile, epilogue_);
     }
     apply_last_step(rows, blocks);
@@ -204,6 +204,16 @@ void run_on_vectors(const GemmProblem& p, const GemmChoice& c, const Epilogue& e
 
 }  // namespace
 
+void LastStep::apply(uint8_t* dst, const int64_t* offset, int64_t rows, int64_t size) const {
+  if (table == nullptr) return;
+  for (int64_t r = 0; r < rows;) {
+    const int64_t first = r++;
+    if (offset[first] < 0) continue;
+    while (r < rows && offset[r] == offset[r - 1] + size) ++r;  // side by side: one stretch
+    lookup(dst + offset[first], table, dst + offset[first], (r - first) * size);
+  }
+}
+
 void run_gemm(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tier, OpTrace* trace) {
   GemmChoice choice = choose(p, tier);
   if (trace != nullptr) {
@@ -213,7 +223,7 @@ void run_gemm(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tie
           "folded epilogue",
           "the post-ops are more than sums, linears, adds and muls and one relu or clip");
     }
-    choice.log();
+    choice.log(p, epilogue);
   }
   if (choice.run == nullptr) return run_on_matrix_unit(p, choice, epilogue, *tier.matrix);
   run_on_vectors(p, choice, epilogue, tier);
@@ -234,25 +244,6 @@ const int32_t* make_acc_init(ScratchFrame& scratch, const Kernels& tier,
                     zero_point, group_channels, init + g * group_size);
   }
   return init;
-}
-
-const int32_t* checked_acc_bias(const char* op, const std::optional<at::Tensor>& acc_bias,
-                                int64_t channels) {
-  if (!acc_bias.has_value()) return nullptr;
-  check_param(op, "acc_bias", *acc_bias, at::kInt);
-  check_numel(op, "acc_bias", *acc_bias, channels);
-  return acc_bias->const_data_ptr<int32_t>();
-}
-
-double max_accumulator(int64_t reduction, const std::optional<at::Tensor>& acc_bias) {
-  return acc_bias.has_value() ? 2147483648.0 : 255.0 * 128.0 * static_cast<double>(reduction);
-}
-
-bool pairs_fit(const char* op, const at::Tensor& pair_bound, int64_t panels) {
-  check_param(op, "pair_bound", pair_bound, at::kInt);
-  check_numel(op, "pair_bound", pair_bound, panels);
-  const int32_t* bound = pair_bound.const_data_ptr<int32_t>();
-  return std::all_of(bound, bound + panels, [](int32_t b) { return b <= 128; });
 }
 
 }  // namespace torchq

@@ -19,8 +19,6 @@
 // the sums of w as channel terms.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include "ops/gemm/gemm_problem.h"
 #include "runtime/dispatch.h"
 #include "runtime/scratch.h"
@@ -46,15 +44,5 @@ const int32_t* make_acc_init(ScratchFrame& scratch, const Kernels& tier,
                              const int32_t* compensation, c10::ArrayRef<int32_t> taps,
                              const int32_t* bias, int32_t zero_point, int groups,
                              int group_channels, int panels_per_group);
-
-/// Returns the int32 bias, which has a value per channel, or null where there is none.
-const int32_t* checked_acc_bias(const char* op, const std::optional<at::Tensor>& acc_bias,
-                                int64_t channels);
-
-/// Bound on |accumulator| over `reduction` products.
-double max_accumulator(int64_t reduction, const std::optional<at::Tensor>& acc_bias);
-
-/// Returns true if the pair bounds of all panels allow 16-bit pair sums: 255 * 128 <= 32767.
-bool pairs_fit(const char* op, const at::Tensor& pair_bound, int64_t panels);
 
 }  // namespace torchq

@@ -7,9 +7,22 @@
 
 #include <algorithm>
 
-#include "ops/pointwise/byte_table.h"
+#include "kernels/table.h"
 
 namespace torchq {
+
+/// Last step of an op's results: a table, or nothing.
+struct LastStep {
+  const uint8_t* table;  // of 256 bytes, by byte; null: nothing
+  decltype(Kernels::lookup) lookup;
+
+  /// `size` results from `dst` on.
+  void apply(uint8_t* dst, int64_t size) const {
+    if (table != nullptr) lookup(dst, table, dst, size);
+  }
+  /// `size` results from each of these offsets on; a negative one is none.
+  void apply(uint8_t* dst, const int64_t* offset, int64_t rows, int64_t size) const;
+};
 
 /// Pixels with the same valid taps: a box (n, d, h, w) of destination pixels, the rows of one gemm.
 /// A matrix product has one region.

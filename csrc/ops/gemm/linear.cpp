@@ -8,8 +8,9 @@
 
 #include "epilogue/describe_layer.h"
 #include "ops/gemm/gemm.h"
-#include "ops/gemm/packing.h"
+#include "ops/gemm/packed_weights.h"
 #include "ops/gemm/row_sums.h"
+#include "ops/pointwise/byte_table.h"
 #include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 #include "runtime/result_allocator.h"

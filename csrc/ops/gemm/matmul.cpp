@@ -19,7 +19,7 @@
 #include "kernels/cpu_tuning.h"
 #include "ops/gemm/batches.h"
 #include "ops/gemm/gemm.h"
-#include "ops/gemm/packing.h"
+#include "ops/gemm/packed_weights.h"
 #include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 #include "runtime/parallel.h"

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // pack_linear, pack_conv and their inverses.
-#include "ops/gemm/packing.h"
-
 #include <torch/library.h>
 
 #include <algorithm>
 
 #include "epilogue/post_ops.h"
 #include "ops/gemm/gemm.h"
+#include "ops/gemm/packed_weights.h"
 #include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 #include "runtime/sizes.h"
@@ -231,6 +230,25 @@ c10::SmallVector<int32_t, 64> depthwise_taps(c10::IntArrayRef kernel) {
     }
   }
   return taps;
+}
+
+const int32_t* checked_acc_bias(const char* op, const std::optional<at::Tensor>& acc_bias,
+                                int64_t channels) {
+  if (!acc_bias.has_value()) return nullptr;
+  check_param(op, "acc_bias", *acc_bias, at::kInt);
+  check_numel(op, "acc_bias", *acc_bias, channels);
+  return acc_bias->const_data_ptr<int32_t>();
+}
+
+double max_accumulator(int64_t reduction, const std::optional<at::Tensor>& acc_bias) {
+  return acc_bias.has_value() ? 2147483648.0 : 255.0 * 128.0 * static_cast<double>(reduction);
+}
+
+bool pairs_fit(const char* op, const at::Tensor& pair_bound, int64_t panels) {
+  check_param(op, "pair_bound", pair_bound, at::kInt);
+  check_numel(op, "pair_bound", pair_bound, panels);
+  const int32_t* bound = pair_bound.const_data_ptr<int32_t>();
+  return std::all_of(bound, bound + panels, [](int32_t b) { return b <= 128; });
 }
 
 }  // namespace torchq

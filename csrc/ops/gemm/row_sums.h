@@ -4,6 +4,7 @@
 #pragma once
 
 #include "ops/conv/border.h"
+#include "ops/conv/geometry.h"
 #include "runtime/dispatch.h"
 
 namespace torchq {

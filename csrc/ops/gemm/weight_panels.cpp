@@ -13,7 +13,7 @@
 
 #include "kernels/common.h"
 #include "kernels/cpu_tuning.h"
-#include "ops/gemm/packing.h"
+#include "ops/gemm/packed_weights.h"
 #include "runtime/checks.h"
 #include "runtime/parallel.h"
 #include "runtime/scratch.h"

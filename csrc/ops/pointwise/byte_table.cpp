@@ -5,16 +5,6 @@
 
 namespace torchq {
 
-void LastStep::apply(uint8_t* dst, const int64_t* offset, int64_t rows, int64_t size) const {
-  if (table == nullptr) return;
-  for (int64_t r = 0; r < rows;) {
-    const int64_t first = r++;
-    if (offset[first] < 0) continue;
-    while (r < rows && offset[r] == offset[r - 1] + size) ++r;  // side by side: one stretch
-    lookup(dst + offset[first], table, dst + offset[first], (r - first) * size);
-  }
-}
-
 ByteTable::ByteTable(const char* op, const std::optional<at::Tensor>& table, DType src)
     : is_given_(table.has_value()),
       src_type_(scalar_type(src)),

@@ -8,22 +8,9 @@
 
 #include <optional>
 
-#include "kernels/table.h"
+#include "ops/gemm/gemm_problem.h"
 
 namespace torchq {
-
-/// Last step of an op's results: a table, or nothing.
-struct LastStep {
-  const uint8_t* table;  // of 256 bytes, by byte; null: nothing
-  decltype(Kernels::lookup) lookup;
-
-  /// `size` results from `dst` on.
-  void apply(uint8_t* dst, int64_t size) const {
-    if (table != nullptr) lookup(dst, table, dst, size);
-  }
-  /// `size` results from each of these offsets on; a negative one is none.
-  void apply(uint8_t* dst, const int64_t* offset, int64_t rows, int64_t size) const;
-};
 
 class ByteTable {
  public:

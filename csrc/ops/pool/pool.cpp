@@ -9,6 +9,7 @@
 
 #include "kernels/cpu_tuning.h"
 #include "ops/conv/border.h"
+#include "ops/conv/geometry.h"
 #include "ops/rows/real.h"
 #include "runtime/bfloat16.h"
 #include "runtime/checks.h"

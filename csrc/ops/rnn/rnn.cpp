@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // torchq::rnn: one recurrent layer in all its directions. Note [Recurrent layers] in rnn.h.
-#include "ops/rnn/rnn.h"
-
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/aminmax.h>
 #include <torch/library.h>
@@ -11,7 +9,8 @@
 #include <cstring>
 
 #include "ops/gemm/gemm.h"
-#include "ops/gemm/packing.h"
+#include "ops/gemm/packed_weights.h"
+#include "ops/rnn/choose.h"
 #include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 #include "runtime/result_allocator.h"
@@ -368,7 +367,9 @@ Results rnn(const at::Tensor& src_arg, const std::optional<at::Tensor>& batch_si
   l.h_n = h_n.mutable_data_ptr();
   l.c_n = is_lstm ? c_n.mutable_data_ptr<float>() : nullptr;
   trace.ran(tier, l.dynamic ? "rnn_dynamic" : "rnn");
-  run_rnn(l, tier);
+  const RnnChoice choice = choose(l, tier);
+  choice.log(l);
+  run_rnn(l, choice, tier);
   return {dst, h_n, c_n};
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One recurrent layer, all directions: `rnn.cpp` fills it from a call's arguments, `rnn_layer.cpp`
-// runs it.
+// One recurrent layer, all directions: `rnn.cpp` fills it from a call's arguments, `choose.cpp`
+// says how it runs, `rnn_direction.cpp` runs it.
 //
 // Note [Recurrent layers]
 // Products with the source do not depend on the state: they are one matmul over many steps. With a
@@ -21,8 +21,6 @@
 // whole groups, then packed like a linear layer's. Parameters are in the same order. Directions
 // follow each other.
 #pragma once
-
-#include <ATen/core/Tensor.h>
 
 #include <optional>
 
@@ -81,8 +79,11 @@ struct RnnLayer {
   float* c_n;
 
   int64_t state_units() const { return projection > 0 ? projection : hidden; }
+  /// Rows of all steps.
+  int64_t source_rows() const { return first[steps - 1] + rows[steps - 1]; }
 };
 
-void run_rnn(const RnnLayer& layer, const Kernels& tier);
+struct RnnChoice;
+void run_rnn(const RnnLayer& layer, const RnnChoice& choice, const Kernels& tier);
 
 }  // namespace torchq

@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // One direction of a recurrent layer while it runs: Note [Recurrent layers] in rnn.h.
-// rnn_direction.cpp has its memory and the work before and after the steps, rnn_step.cpp the steps.
 #pragma once
 
 #include <algorithm>
 
-#include "kernels/amx/contract.h"
 #include "ops/gemm/packing.h"
-#include "ops/rnn/rnn.h"
+#include "ops/rnn/choose.h"
 #include "runtime/thread_team.h"
 
 namespace torchq {
@@ -15,8 +13,8 @@ namespace torchq {
 /// One direction, shared by all of its parts.
 class RnnDirection {
  public:
-  RnnDirection(const RnnLayer& layer, const Kernels& table, ScratchFrame& scratch, int direction,
-               int num_parts);
+  RnnDirection(const RnnLayer& layer, const RnnChoice& choice, const Kernels& table,
+               ScratchFrame& scratch, int direction);
 
   /// Parts [begin, end), all by this thread.
   void run(int begin, int end);
@@ -38,7 +36,8 @@ class RnnDirection {
   };
   /// State of one part; a thread with several parts uses the quantized states of the first.
   struct alignas(64) Own {
-    float* inputs = nullptr;  // of two chunks with `lookahead`
+    int streams = 0, projection_streams = 0;  // of weights, in steps of one row
+    float* inputs = nullptr;                  // of two chunks with `lookahead`
     RnnLookahead lookahead{};
     uint8_t* sources = nullptr;  // of `lookahead` in all parts of a thread
     uint8_t* quantized = nullptr;
@@ -49,6 +48,7 @@ class RnnDirection {
   Matrix matrix(ScratchFrame& scratch, const RnnWeight& weight, int64_t panels, int32_t zero_point);
   void take_weights(ScratchFrame& scratch);
   void take_states(ScratchFrame& scratch);
+  void take_own(ScratchFrame& scratch, int part, Own& own) const;
   /// Initial states: both buffers, since rows of a packed sequence may begin at any step.
   void reset(ScratchFrame& scratch);
   void quantize(const float* h, uint8_t* dst, int64_t units, const RnnScale& scale) const;
@@ -62,12 +62,8 @@ class RnnDirection {
     return l.first[std::min(time(step), time(stop - 1))];
   }
 
-  /// Returns true if steps multiply the inputs of the next chunk.
-  bool gains_from_lookahead() const;
-  /// Returns the number of pieces into which the steps of a chunk cut a tile of the next chunk's
-  /// inputs; 0: no lookahead. All chunks but the last have kLookaheadRows steps, so all tiles are
-  /// done when a chunk ends.
-  int64_t pieces_of_tile(int part) const;
+  bool looks_ahead() const { return choice.inputs == RnnChoice::kLookahead; }
+  bool multiplies_in_steps() const { return choice.inputs == RnnChoice::kInSteps; }
   /// Prepares the lookahead of parts [begin, end) for the chunk that begins with `step`.
   void begin_lookahead(int begin, int end, int64_t step);
   int64_t chunk_end(int64_t step) const;
@@ -75,10 +71,8 @@ class RnnDirection {
   RnnInput input_of(int part, int64_t first, int64_t rows) const;
   float* inputs_of(int part, int64_t step) const;
   void multiply_inputs(int part, int64_t step, int64_t stop);
-  void multiply_state(const RnnStep& s, const RnnWeight& weight) const;
-  bool fits_unit(const RnnWeight& weight) const {
-    return tier.matrix != nullptr && weight.quads > 0 && weight.quads % kChunkQuads == 0;
-  }
+  /// A step whose rows are those of a matrix unit from `unit_rows` on.
+  void multiply_state(const RnnStep& s, int64_t unit_rows) const;
   void run_step(int begin, int end, int64_t step, int64_t lowest);
   /// A projection, or the new gate of a vanilla GRU.
   void second_stage(int part, const Own& own, const uint8_t* src, int now, int64_t t,
@@ -95,13 +89,12 @@ class RnnDirection {
                                int64_t stride) const;
 
   const RnnLayer& l;
+  const RnnChoice& choice;
   const Kernels& tier;
   const int index, parts;
   TeamBarrier barrier;
-  int64_t groups_, state_groups_, padded_, state_padded_, chunk_rows_;
-  int64_t rows_;          // of buffers of quantized states: what a matrix unit reads
-  bool inputs_in_steps_;  // instead of ahead of a chunk of them
-  bool uses_lookahead_ = false;
+  int64_t groups_, state_groups_, padded_, state_padded_;
+  int64_t rows_;  // of buffers of quantized states: what a matrix unit reads
   Matrix input_{}, recurrent_{}, projected_{};
   float* state_[2] = {};
   uint8_t* quantized_[2] = {};
