@@ -27,8 +27,8 @@ _FIELDS: dict[type[nn.Module], dict[str, type]] = {
     nn.RNNCell: {**_CELL, "nonlinearity": str},
 }
 """Class -> its options, which a file may name."""
-_OF_A_LAYER = 2
-"""Modules that a layer is worth: one of two directions takes 2 ms."""
+_MOST_LAYERS = 256
+"""Of one module: torch takes the square of their number. Each is worth a module of the file."""
 _CLASSES = {cls.__name__: cls for cls in _FIELDS}
 
 
@@ -59,10 +59,10 @@ def plain_module(plain: JsonObject) -> nn.Module:
         type(v) is fields[k] or (fields[k], type(v)) == (float, int) for k, v in given.items()
     )
     layers = given.get("num_layers", 1)
-    if cls is None or given.keys() != fields.keys() or not fits or layers <= 0:
+    if cls is None or given.keys() != fields.keys() or not fits or not 0 < layers <= _MOST_LAYERS:
         raise ValueError(
             "torchq.load: the file's float modules must be recurrent ones of torch.nn, got "
             f"'{str(plain['class'])[:60]}'. Was it written by torchq.save?"
         )
-    count_modules(layers * _OF_A_LAYER)
+    count_modules(layers)
     return cls(**given, device="meta").eval()
