@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a short file can ask for many times over: layers, checks, texts, copies, names' levels."""
+"""A short file can ask for layers, checks, texts, copies and levels of names many times over."""
 
 from __future__ import annotations
 
