@@ -135,11 +135,8 @@ def _on_tensors(example: Accepted, texts: list[str], names: dict[str, object]) -
             conditions += [f"_s{i}[{d}] == {size}" for d, size in sizes if size is not None]
         names[f"_dtype_{i}"] = argument.dtype
         conditions.append(f"{text}.dtype is _dtype_{i}")
-    for guard in example.guards:
-        text = f"({guard.source(name)})"
-        if text not in conditions and not is_led(guard, first):
-            conditions.append(text)
-    return conditions
+    guards = [f"({g.source(name)})" for g in example.guards if not is_led(g, first)]
+    return [*conditions, *dict.fromkeys(guards)]
 
 
 def leaders(example: Accepted) -> list[int]:
@@ -147,8 +144,11 @@ def leaders(example: Accepted) -> list[int]:
     same: dict[Size, Size] = {}
 
     def first(size: Size) -> Size:
+        passed = []
         while size in same:
+            passed.append(size)
             size = same[size]
+        same.update(dict.fromkeys(passed, size))  # a chain is walked once
         return size
 
     for guard in example.guards:
@@ -157,10 +157,11 @@ def leaders(example: Accepted) -> list[int]:
             if a != b:
                 same[b] = a
     shapes = [
-        [first(Size(i, d)) if size is None else size for d, size in enumerate(argument.shape)]
+        tuple(first(Size(i, d)) if size is None else size for d, size in enumerate(argument.shape))
         for i, argument in enumerate(example.arguments)
     ]
-    return [shapes.index(shape) for shape in shapes]
+    found: dict[tuple[Size | int, ...], int] = {}
+    return [found.setdefault(shape, i) for i, shape in enumerate(shapes)]
 
 
 def is_led(guard: Condition, first: list[int]) -> bool:

@@ -17,12 +17,13 @@ from torch import Tensor
 _LIMITS: dict[str, tuple[int, float]] = {
     "bytes of memory": (1 << 20, 2),
     "modules": (1_000, 1 / 1_000),  # one takes a millisecond, and a kilobyte of its file
+    "bytes of texts": (1 << 20, 1),  # of specs and graphs, which may have many names
     "values of specs": (500_000, 1 / 100),  # 90 MB of objects
-    "nodes of graphs": (9_000, 1 / 600),  # encoders of 48 layers have 3,000; 0.3 ms and 8 KB each
-    "values in graphs": (100_000, 1 / 100),  # in arguments of nodes; a value takes 0.7 KB
-    "sizes of arguments": (4_000, 1 / 1_000),  # of the calls that take graphs
-    "conditions": (2_000, 1 / 1_000),  # models here have up to 70
-    "characters of conditions": (1 << 17, 1 / 8),
+    "nodes of graphs": (9_000, 1 / 8_000),  # encoders of 48 layers have 3,000; 0.3 ms and 8 KB each
+    "values in graphs": (100_000, 1 / 1_000),  # in arguments of nodes; a value takes 0.7 KB
+    "sizes of arguments": (4_000, 1 / 8_000),  # of the calls that take graphs
+    "conditions": (2_000, 1 / 8_000),  # models here have up to 70
+    "characters of conditions": (1 << 17, 1 / 100),
 }
 """What a file may ask for -> how much of it the smallest file may, and each byte of a file more."""
 _left: ContextVar[dict[str, float] | None] = ContextVar("_left", default=None)

@@ -26,7 +26,7 @@ from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.swap.weights import leave_fast_paths, settled, split_attention
 from torchq.functional.placeholders import limited_placeholders
 from torchq.graphs.code import with_code
-from torchq.graphs.loading import by_owner, load_each
+from torchq.graphs.loading import load_each
 from torchq.graphs.module import QuantizedGraph
 from torchq.models.conversions import refusing_conversions
 from torchq.models.inputs import Model, working_copy
@@ -227,7 +227,7 @@ def _graph(text: Tensor, state: dict[str, Tensor], model: nn.Module | None = Non
                 raise KeyError(name)
             return quantized[outer].get_submodule(name[len(outer) + bool(outer) :])
         if plain is not None:
-            return plain_module(plain, owned.get(name, {}))
+            return plain_module(plain)
         if model is None:
             raise ValueError(
                 f"torchq.load: the file's graph calls the float module '{source}': model must be "
@@ -235,7 +235,6 @@ def _graph(text: Tensor, state: dict[str, Tensor], model: nn.Module | None = Non
             )
         return copy.deepcopy(model.get_submodule(source), copies)  # each part once
 
-    owned = by_owner(state)
     return decode(text, module, state)
 
 
@@ -270,10 +269,26 @@ def _with_class(
     leave_fast_paths(loaded)
     own = nn.Module.state_dict(loaded, keep_vars=True)
     check_architecture(f"torchq.load: {path}", model, leaves, own, given)
+    _check_owners({name: _submodule(loaded, name, path) for name in texts})
     for name, (graph, call) in texts.items():
         made = _graph(graph, of_graphs[name], _submodule(loaded, name, path))
         restore(_submodule(loaded, name, path), made, name, call)
     return loaded, state
+
+
+def _check_owners(owners: dict[str, nn.Module]) -> None:
+    """Refuse a graph within a module that has one: its copies would hold those for the inner one.
+
+    Levels of graphs that each copy twice would be 2^levels copies.
+    """
+    modules = {id(module) for module in owners.values()}
+    for name, module in owners.items():
+        inner = any(id(part) in modules for part in module.modules() if part is not module)
+        if inner or len(modules) < len(owners):
+            raise ValueError(
+                f"torchq.load: modules with graphs must be apart, got others within '{name}', or "
+                "two graphs of one. Was it written by torchq.save?"
+            )
 
 
 def _by_graph(

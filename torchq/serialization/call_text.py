@@ -56,6 +56,7 @@ def restore(module: nn.Module, graph: nn.Module, name: str, text: Tensor) -> Non
     """
     count_modules(_OF_A_GRAPH)
     raw = text_bytes(text)
+    count("bytes of texts", len(raw))
     count("values in graphs", values_in(raw))
     fields = read_json(raw)
     guards, limits = _conditions(fields["guards"], name), _conditions(fields["limits"], name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from torchq.serialization.graph_checks import (
     has_tensors,
 )
 from torchq.serialization.plain_modules import describe_plain
+from torchq.serialization.tensor_file import is_short
 
 GRAPH_KEY = "torchq_graph"
 """Name of the tensor that holds the text in a saved state."""
@@ -102,15 +102,17 @@ def decode(
     Raises:
         ValueError: the text is not that of a graph, or calls what is not allowed.
     """
+    raw = text_bytes(text)
+    count("bytes of texts", len(raw))
     try:
-        fields = read_json(text_bytes(text))
+        fields = read_json(raw)
         entries = fields["nodes"] if fields["version"] in _KNOWN else None
     except (ValueError, KeyError, TypeError):
         entries = None
     if entries is None:
         raise ValueError(
             "torchq.load: the file's graph must be the text of version "
-            f"{_VERSION} of torchq's graphs, got {text_bytes(text)[:60]!r}. Was it written by "
+            f"{_VERSION} of torchq's graphs, got {raw[:60]!r}. Was it written by "
             "another version of torchq? Quantize the model again, and save it with this one."
         )
     count("nodes of graphs", len(entries))
@@ -146,8 +148,9 @@ class _Reader:
         self.modules, self.tensors = modules, tensors
         self.graph, self.checker = fx.Graph(), Checker()
         self.nodes: dict[str, fx.Node] = {}
+        self.checked: dict[object, fx.Node] = {}
         self.owned: dict[str, object] = {}
-        self.inputs = set[str]()
+        self.inputs, self.outer = set[str](), set[str]()
 
     def add(
         self, op: str, name: str, target: str, args: object, kwargs: object, *more: object
@@ -159,7 +162,7 @@ class _Reader:
         if op in ("call_function", "call_method"):
             known = target if op == "call_function" else f"Tensor.{target}"  # in version 2
             fact = self.checker.call(known, *values)
-            values = fx.node.map_arg(values, partial(self._checked, name))
+            values = fx.node.map_arg(values, self._checked)
             op, called = by_name(known, self.checker.overload)
         else:
             called, fact = target, _fact_of(op, bool(more))
@@ -169,17 +172,21 @@ class _Reader:
         node = self.graph.create_node(op, called, *values, name=name)
         self.nodes[name], self.checker.facts[node] = node, fact
 
-    def _checked(self, name: str, value: fx.Node) -> fx.Node:
-        """Return a number behind its check, where the last call needs that.
+    def _checked(self, value: fx.Node) -> fx.Node:
+        """Return a number behind its check, where the last call needs that; each is checked once.
 
-        The check's name begins as that of the call: the direct graph leaves guards out by names.
+        The check's name begins as that of the number: the direct graph leaves guards out by names.
         """
         check = self.checker.checks.get(value)
         if check is None or value.target is check:
             return value
-        checked = self.graph.create_node("call_function", check, (value,), name=f"{name}_checked")
-        self.checker.facts[checked] = self.checker.facts[value]
-        return checked
+        if (value, check) not in self.checked:
+            count("nodes of graphs")
+            name = f"{value.name}_checked"
+            made = self.graph.create_node("call_function", check, (value,), name=name)
+            self.checked[value, check] = made
+            self.checker.facts[made] = self.checker.facts[value]
+        return self.checked[value, check]
 
     def _own(self, op: str, target: str, more: tuple[object, ...]) -> None:
         """Take the module or tensor that a node has."""
@@ -190,6 +197,11 @@ class _Reader:
             if isinstance(self.owned[target], nn.Module) != is_module:
                 raise _wrong_name(target)
             return
+        outer = target.rpartition(".")[0]
+        while outer and outer not in self.outer:  # each becomes a module, too
+            count("nodes of graphs")
+            self.outer.add(outer)
+            outer = outer.rpartition(".")[0]
         self.owned[target] = self.modules(target, *more) if is_module else self.tensors[target]
 
     def _check_names(self, op: str, name: str, target: str, kwargs: dict[str, object]) -> None:
@@ -200,7 +212,7 @@ class _Reader:
             wrong.append(name)
         if op == "placeholder" and (not is_variable(target) or target in self.inputs):
             wrong.append(target)
-        if op in ("get_attr", "call_module") and not is_path(target):
+        if op in ("get_attr", "call_module") and not (is_path(target) and is_short(target)):
             wrong.append(target)
         if op not in _OPS:
             wrong.append(op)

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from torch import Tensor, nn
+from torch import nn
 
 from torchq.attributes.json_text import JsonObject
+from torchq.functional.placeholders import count_modules
 
 _NETWORK = {
     "input_size": int,
@@ -28,6 +27,8 @@ _FIELDS: dict[type[nn.Module], dict[str, type]] = {
     nn.RNNCell: {**_CELL, "nonlinearity": str},
 }
 """Class -> its options, which a file may name."""
+_MOST_LAYERS = 256
+"""Of one module: torch takes the square of their number. Each is worth a module of the file."""
 _CLASSES = {cls.__name__: cls for cls in _FIELDS}
 
 
@@ -41,15 +42,15 @@ def describe_plain(module: nn.Module) -> dict[str, object] | None:
     return {"class": type(module).__name__, "fields": given}
 
 
-def plain_module(plain: JsonObject, state: Mapping[str, Tensor]) -> nn.Module:
+def plain_module(plain: JsonObject) -> nn.Module:
     """Return a module of torch.nn, its tensors still to be loaded.
 
     Args:
         plain: from :func:`describe_plain`.
-        state: the module's tensors in the file. They limit the number of layers.
 
     Raises:
-        ValueError: it is another class, or its options are others.
+        ValueError: it is another class, its options are others, or it has more layers than the
+            file allows.
     """
     cls = _CLASSES.get(plain["class"])
     fields = {} if cls is None else _FIELDS[cls]
@@ -58,9 +59,10 @@ def plain_module(plain: JsonObject, state: Mapping[str, Tensor]) -> nn.Module:
         type(v) is fields[k] or (fields[k], type(v)) == (float, int) for k, v in given.items()
     )
     layers = given.get("num_layers", 1)
-    if cls is None or given.keys() != fields.keys() or not fits or not 0 < layers <= len(state):
+    if cls is None or given.keys() != fields.keys() or not fits or not 0 < layers <= _MOST_LAYERS:
         raise ValueError(
             "torchq.load: the file's float modules must be recurrent ones of torch.nn, got "
             f"'{str(plain['class'])[:60]}'. Was it written by torchq.save?"
         )
+    count_modules(layers)
     return cls(**given, device="meta").eval()

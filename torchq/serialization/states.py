@@ -54,6 +54,7 @@ def quantized_modules(state: dict[str, Tensor]) -> dict[str, nn.Module]:
         module, is_known = made.get(id(spec)), id(spec) in made
         if module is None:
             text = text_bytes(spec)
+            count("bytes of texts", len(text))
             count("values of specs", values_in(text))
             if text in empty:
                 count_modules(OF_A_NAME * sum(len(m._modules) for m in empty[text].modules()))

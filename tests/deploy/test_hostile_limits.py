@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A short file can ask for layers, checks, texts, copies and levels of names many times over."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import torchq
+from tests.support.calls import python_calls
+from torchq.capture.chooser import leaders
+from torchq.capture.condition import Condition
+from torchq.capture.guards import Example
+from torchq.capture.likeness import Argument
+from torchq.serialization.allowed import divisor, size
+from torchq.serialization.graph_text import encode
+from torchq.serialization.tensor_file import write_tensors
+
+NONE: dict[str, Any] = {"dict": {}}
+INPUT = ["placeholder", "x", "x", [], NONE]
+OUTPUT = ["output", "output", "output", [{"node": "x"}], NONE]
+CALL: dict[str, Any] = {
+    **{"guards": [], "limits": [], "result": None, "strict": False},
+    **{"arguments": [[0, "torch.float32", [None]]], "values": {"input": {"argument": 0}}},
+}
+
+
+def text(fields: object) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(fields).encode()), dtype=torch.uint8)
+
+
+def graph(*nodes: list[Any], name: str = "G") -> Tensor:
+    return text({"version": 3, "name": name, "nodes": [INPUT, *nodes, OUTPUT]})
+
+
+def written(path: Path, tensors: dict[str, Tensor], aliases: dict[str, str]) -> Path:
+    tensors["torchq_aliases"] = text(aliases)
+    write_tensors("test", path, tensors)
+    return path
+
+
+def told(what: str) -> str:
+    return f"no more {what} than its tensors allow, .* too many"
+
+
+@pytest.mark.parametrize(("modules", "layers"), [(5, 240), (60, 20)])
+def test_layers_of_float_networks(modules: int, layers: int, tmp_path: Path) -> None:
+    """An alias is a name, so that names of tensors are no limit."""
+    fields = {"input_size": 1, "hidden_size": 1, "num_layers": layers, "bias": True}
+    fields |= {"batch_first": False, "dropout": 0.0, "bidirectional": True, "proj_size": 0}
+    plain = {"class": "LSTM", "fields": fields}
+    nodes = [
+        ["call_module", f"y{i}", f"a{i}", [{"node": "x"}], NONE, "a", plain] for i in range(modules)
+    ]
+    aliases = {f"a{i}.{j}": "z" for i in range(modules) for j in range(layers)}
+    tensors = {"torchq_graph": graph(*nodes), "z": torch.zeros(1)}
+    with pytest.raises(ValueError, match=told("modules")):
+        torchq.load(written(tmp_path / "file", tensors, aliases))
+    fields["num_layers"] = 257  # of one module: torch takes the square
+    tensors["torchq_graph"] = graph(nodes[0])
+    with pytest.raises(ValueError, match="modules must be recurrent ones"):
+        torchq.load(written(tmp_path / "file", tensors, {f"a0.{i}": "z" for i in range(257)}))
+
+
+def _number(name: str) -> list[Any]:
+    return ["call_function", name, "aten::size.int", [{"node": "x"}, 0], NONE]
+
+
+def test_a_computed_number_is_checked_once(tmp_path: Path) -> None:
+    n, x = {"node": "n"}, {"node": "x"}
+    pads = [
+        ["call_function", f"p{i}", "aten::pad.default", [x, [n, n, n, n]], NONE] for i in range(3)
+    ]
+    divided = ["call_function", "d", "operator.floordiv", [8, n], NONE]
+    path = written(tmp_path / "file", {"torchq_graph": graph(_number("n"), *pads, divided)}, {})
+    loaded = torchq.load(path)
+    assert isinstance(loaded, fx.GraphModule)
+    targets = [node.target for node in loaded.graph.nodes]
+    assert (targets.count(size), targets.count(divisor), len(targets)) == (1, 1, 9)
+    value = torch.ones(2, 2)
+    assert torch.equal(loaded(value), value)
+    again = torchq.load(written(tmp_path / "again", {"torchq_graph": encode(loaded)}, {}))
+    assert isinstance(again, fx.GraphModule)
+    assert [node.target for node in again.graph.nodes] == targets
+
+
+def test_checks_are_nodes(tmp_path: Path) -> None:
+    names = [f"n{i}" for i in range(4600)]
+    pad = ["call_function", "p", "aten::pad.default", [{"node": "x"}, []], NONE]
+    pad[3][1] = [{"node": name} for name in names]
+    tensors = {"torchq_graph": graph(*map(_number, names), pad)}
+    with pytest.raises(ValueError, match=told("nodes of graphs")):
+        torchq.load(written(tmp_path / "file", tensors, {}))
+
+
+def test_levels_of_names_in_graphs(tmp_path: Path) -> None:
+    """Each level of a name becomes a module of the graph."""
+    names = [f"a{i}.{'b.' * 60}c" for i in range(160)]
+    nodes = [["get_attr", f"y{i}", name, [], NONE] for i, name in enumerate(names)]
+    tensors = {"torchq_graph": graph(*nodes), "z": torch.zeros(1)}
+    with pytest.raises(ValueError, match=told("nodes of graphs")):
+        torchq.load(written(tmp_path / "file", tensors, dict.fromkeys(names, "z")))
+    long = ["get_attr", "y", f"{'b.' * 64}c", [], NONE]
+    with pytest.raises(ValueError, match=r"names in the file's graph must be names of Python"):
+        torchq.load(written(tmp_path / "file", {"torchq_graph": graph(long)}, {}))
+
+
+@pytest.mark.parametrize("key", ["torchq_graph", "torchq_call"])
+def test_one_text_of_many_names(key: str, tmp_path: Path) -> None:
+    """It is parsed for each of them, whatever stands in it."""
+    parts = 8
+    junk = "a" * 300_000
+    tensors = {"0.torchq_graph": graph(), "0.torchq_call": text(CALL)}
+    tensors[f"0.{key}"] = graph(name=junk) if key == "torchq_graph" else text({**CALL, "j": junk})
+    aliases = {
+        f"{i}.{own}": f"0.{own}" for i in range(1, parts) for own in ("torchq_graph", "torchq_call")
+    }
+    model = nn.Sequential(*(nn.ReLU() for _ in range(parts))).eval()
+    with pytest.raises(ValueError, match=told("bytes of texts")):
+        torchq.load(written(tmp_path / "file", tensors, aliases), model)
+
+
+def test_one_spec_of_many_graphs(tmp_path: Path) -> None:
+    qmodel = torchq.quantize(nn.Sequential(nn.Linear(8, 8)).eval(), [torch.randn(4, 8)])
+    layer = next(m for m in qmodel.modules() if isinstance(m, torchq.nn.QLinear))
+    parts = 8
+    tensors = {"0.torchq_graph": graph(), "0.torchq_call": text(CALL)}
+    tensors["0.torchq_graph.l.spec"] = text({**layer.read_spec(), "recipe": "a" * 300_000})
+    aliases = {f"{i}.{key[2:]}": key for i in range(1, parts) for key in tensors}
+    model = nn.Sequential(*(nn.ReLU() for _ in range(parts))).eval()
+    with pytest.raises(ValueError, match=told("bytes of texts")):
+        torchq.load(written(tmp_path / "file", tensors, aliases), model)
+
+
+@pytest.mark.parametrize("names", [("0", "0.0"), ("", "1"), ("1", "2")])
+def test_graphs_within_graphs(names: tuple[str, str], tmp_path: Path) -> None:
+    """Each calls its own module, so that a copy for one would hold the copies for the other."""
+    shared = nn.Sequential(nn.ReLU())
+    model = nn.Sequential(nn.Sequential(nn.ReLU()), shared, shared).eval()
+    own = graph(["call_module", "y", "m", [{"node": "x"}], NONE, ""])
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        prefix = f"{name}." if name else ""
+        tensors |= {f"{prefix}torchq_graph": own.clone(), f"{prefix}torchq_call": text(CALL)}
+    with pytest.raises(ValueError, match="modules with graphs must be apart, got others within"):
+        torchq.load(written(tmp_path / "file", tensors, {}), model)
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("conditions", {"guards": [f"s0[0] > {i}" for i in range(3000)]}),
+        ("sizes of arguments", {"arguments": [[i, "torch.float32", []] for i in range(6000)]}),
+    ],
+)
+def test_tensors_that_nothing_needs_raise_no_limit(
+    what: str, change: dict[str, Any], tmp_path: Path
+) -> None:
+    tensors = {"torchq_graph": graph(), "torchq_call": text(CALL | change)}
+    tensors["torchq_graph.pad"] = torch.zeros(6_000_000, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=told(what)):
+        torchq.load(written(tmp_path / "file", tensors, {}), nn.Sequential(nn.ReLU()))
+
+
+def test_sizes_that_are_equal_in_a_chain() -> None:
+    calls = {}
+    for tensors in (200, 400):
+        arguments = [Argument(i, torch.float32, (None,)) for i in range(2 * tensors)]
+        guards = [Condition.parse(f"s{i}[0] == s{i + 1}[0]") for i in reversed(range(tensors - 1))]
+        values: dict[str, object] = {"input": arguments}
+        example = Example(nn.Sequential, arguments, guards, values, None)
+        with python_calls() as called:
+            found = leaders(example)
+        calls[tensors] = len(called)
+        assert found == [0] * tensors + list(range(tensors, 2 * tensors))
+    assert calls[400] < 2.2 * calls[200], calls
