@@ -79,6 +79,28 @@ def test_module_registered_twice(tmp_path: Path) -> None:
     assert loaded.chain is loaded.again
 
 
+class Twice(nn.Module):
+    """Calls a part by two names; what it asks of a value keeps the whole from being captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return x if float(x.sum()) > 1e9 else self.second(x)
+
+
+def test_a_graph_of_two_names(tmp_path: Path) -> None:
+    model, x = Twice().eval(), torch.randn(4, 8)
+    qmodel = torchq.quantize(model, [x])
+    assert "first" in str(torchq.explain(qmodel))
+    torchq.save(qmodel, tmp_path / "model")
+    loaded = torchq.load(tmp_path / "model", model)
+    assert loaded.first is loaded.second
+    assert torch.equal(loaded(x), qmodel(x))
+
+
 def test_float_weights_of_any_strides(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU()).eval()
     model = model.to(memory_format=torch.channels_last)

@@ -294,7 +294,10 @@ def _check_owners(owners: dict[str, nn.Module]) -> None:
 def _by_graph(
     state: dict[str, Tensor], graphs: Collection[str]
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Return the tensors of the model itself, and those of the graphs of these modules."""
+    """Return the tensors of the model itself, and those of the graphs of these modules.
+
+    A module that has two names has its graph under both in the file, and under one of them here.
+    """
     given, of_graphs = dict[str, Tensor](), {name: dict[str, Tensor]() for name in graphs}
     for key, value in state.items():
         owner, _, own = f".{key}".partition(f".{GRAPH_KEY}.")
@@ -302,6 +305,10 @@ def _by_graph(
             of_graphs[owner[1:]][own] = value
         else:
             given[key] = value
+    known = {id(value) for graph in of_graphs.values() for value in graph.values()}
+    again = [k for k, v in given.items() if f".{GRAPH_KEY}." in f".{k}" and id(v) in known]
+    for key in again:
+        del given[key]
     return given, of_graphs
 
 
