@@ -179,6 +179,7 @@ EXAMPLES = {
         ),
         _rows(),
     ),
+    "host_tables": Example(_feed_forward, _rows()),
 }  # fmt: skip
 
 
@@ -190,7 +191,7 @@ def plans(name: str) -> tuple[Plan, Plan]:
     torch.manual_seed(0)
     inputs = tuple(torch.randn(x.shape) for x in example.inputs.values())
     (part,) = find_parts(example.model().eval(), inputs, {}).found
-    why = reasons.DYNAMIC + reasons.ROWS.format(decibels=9)
+    why = reasons.ROWS.format(decibels=9)
     owned = {node.meta.get("owner"): node for node in part.captured.graph.nodes}
     coarse = {owned[example.coarse]: why} if example.coarse else None
     plan = Plan(part.captured, example.config, coarse=coarse)
@@ -243,6 +244,9 @@ def _boxes(plan: Plan) -> Iterator[tuple[fx.Node, tuple[object, str]]]:
         state = "dynamic" if layer.reason.startswith(reasons.DYNAMIC) else "float"
         for part in (*(a for p in layer.parts for a in p.absorbed), *layer.parts):
             yield part.node, (layer, state if layer.reason else "int8")
+    for layer, host in plan.table_hosts.items():
+        for part in layer.parts:
+            yield part.node, (host, "int8")
 
 
 def _state(op: Op) -> str:

@@ -51,7 +51,7 @@ DRIVERS += ("conv/conv_depthwise", "rnn/choose", "rnn/rnn_direction")
 
 
 def included(file: Path) -> set[str]:
-    """What a file of csrc/ includes, with what those files do."""
+    """Return what a file of csrc/ includes, with what those files do."""
     names = set(re.findall(r'^#include [<"](.*)[>"]', file.read_text(), re.M))
     own = [ROOT / "csrc" / name for name in names if (ROOT / "csrc" / name).exists()]
     return names.union(*map(included, own))

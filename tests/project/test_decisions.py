@@ -72,6 +72,10 @@ SHOWN = {
         "x:0:input:u8 up:1:int8:u8 gelu:2:int8:u8 down:3:int8:f32 norm:4:float:f32 "
         "tanh:5:float:f32",
     ),
+    "host_tables": (
+        "x:0:input up:1:int8 gelu:2:int8 down:3:int8 add:3:int8 norm:4:float",
+        "x:0:input up:1:int8 gelu:1:int8 down:2:int8 add:2:int8 norm:3:float",
+    ),
 }
 
 
