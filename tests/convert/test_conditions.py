@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conditions on sizes: what their text may hold, what they compute, and their words."""
 
+import builtins
+import functools
 import itertools
 import math
 import time
@@ -77,6 +79,16 @@ def test_a_condition_computes_what_python_computes(text: str) -> None:
 def test_a_text_that_is_no_condition_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="condition"):
         Condition.parse(text)
+
+
+def test_a_file_is_read_while_another_thread_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.export gives builtins other functions meanwhile, for all threads."""
+    own = functools.partial(max)
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "max", own)
+        condition = Condition.parse("max(1, s0[1] // 2) >= 2")
+    assert condition.holds({0: torch.Size([1, 4])})
+    assert not condition.holds({0: torch.Size([1, 3])})
 
 
 def test_conditions_are_computed_in_bounded_time() -> None:

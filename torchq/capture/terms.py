@@ -39,6 +39,8 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
     **{f"math.{name}": getattr(math, name) for name in _OF_MATH},
 }
 """Functions that a condition may call, by their names in its text."""
+_OF_MANY = ("max", "min", "torch.sym_max", "torch.sym_min")
+"""Those of several numbers, by name: torch.export gives ``builtins`` others while it captures."""
 _CONSTANTS = {"math.inf": math.inf, "math.nan": math.nan}
 
 # How tightly each operator binds in Python, the loosest first.
@@ -167,7 +169,7 @@ def _term(node: ast.expr, depth: int) -> Term:
             if name[0] == "s" and name[1:].isdecimal() and type(dim) is int:
                 return Size(int(name[1:]), dim)
         case ast.Call(func=function, args=args, keywords=[]) if _name(function) in FUNCTIONS:
-            if len(args) == 1 or (args and FUNCTIONS[_name(function)] in (max, min)):
+            if len(args) == 1 or (args and _name(function) in _OF_MANY):
                 return Call(_name(function), tuple(_term(arg, depth - 1) for arg in args))
         case ast.Attribute() if _name(node) in _CONSTANTS:
             return _CONSTANTS[_name(node)]
