@@ -51,6 +51,21 @@ def inputs(options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return (x, y) if options.get("batch_first") else (x.transpose(0, 1), y.transpose(0, 1))
 
 
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_keys_without_values_are_refused(batch_first: bool, need_weights: bool) -> None:
+    """torch reads as many keys as there are values."""
+    attention = SplitMultiheadAttention.of(nn.MultiheadAttention(16, 4, batch_first=batch_first))
+    x, y = inputs({"batch_first": batch_first})
+    long, wide = (
+        torch.cat([y, y], 1 if batch_first else 0),
+        torch.cat([y, y], 0 if batch_first else 1),
+    )
+    for call in ((x, y, long), (x, long, y), (x, y, wide), (x, wide, wide)):
+        with pytest.raises(ValueError, match="key and value must have one length, and query"):
+            attention(*call, need_weights=need_weights)
+
+
 @pytest.mark.parametrize("unbatched", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_splitting_changes_nothing(name: str, unbatched: bool) -> None:

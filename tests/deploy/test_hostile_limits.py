@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,49 @@ def test_tensors_that_nothing_needs_raise_no_limit(
     tensors["torchq_graph.pad"] = torch.zeros(6_000_000, dtype=torch.uint8)
     with pytest.raises(ValueError, match=told(what)):
         torchq.load(written(tmp_path / "file", tensors, {}), nn.Sequential(nn.ReLU()))
+
+
+def test_one_module_of_many_names(tmp_path: Path) -> None:
+    """Each name is asked for the parts of the module."""
+    model = nn.Sequential(*[nn.ReLU() for _ in range(100)]).eval()
+    nodes = [["call_module", f"y{i}", f"m{i}", [{"node": "x"}], NONE, ""] for i in range(50)]
+    tensors = {"torchq_graph": graph(*nodes), "torchq_call": text(CALL)}
+    with pytest.raises(ValueError, match=told("modules")):
+        torchq.load(written(tmp_path / "file", tensors, {}), model)
+
+
+def test_one_tensor_of_many_parameters_is_converted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {"input_size": 1, "hidden_size": 1, "num_layers": 50, "bias": False}
+    fields |= {"batch_first": False, "dropout": 0.0, "bidirectional": False, "proj_size": 0}
+    node = [{"node": "x"}], NONE, "a", {"class": "LSTM", "fields": fields}
+    names = [f"m.weight_{h}_l{i}" for h in ("ih", "hh") for i in range(50)]
+    tensors = {"torchq_graph": graph(["call_module", "y", "m", *node])}
+    tensors[names[0]] = torch.zeros(4, 1, dtype=torch.bfloat16)
+    calls = 0
+    to = Tensor.to
+
+    def counted(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        nonlocal calls
+        calls += args == (torch.float32,)
+        return to(self, *args, **kwargs)
+
+    monkeypatch.setattr(Tensor, "to", counted)
+    torchq.load(written(tmp_path / "file", tensors, dict.fromkeys(names[1:], names[0])))
+    assert calls == 1
+
+
+def test_names_of_layers_are_compared_by_their_parts(tmp_path: Path) -> None:
+    """Each name of a tensor with each of these would take 7 s."""
+    model = nn.Sequential(nn.Linear(8, 8)).eval()
+    layer = torchq.nn.DynamicQLinear.from_float(nn.Linear(8, 8))
+    tensors = {f"0.{key}": value for key, value in layer.state_dict().items()}
+    path = written(tmp_path / "file", tensors, {f"{i}.spec": "0.spec" for i in range(1, 60_000)})
+    began = time.process_time()
+    with pytest.raises(ValueError, match="and the model must be of one architecture"):
+        torchq.load(path, model)
+    assert time.process_time() - began < 2
 
 
 def test_sizes_that_are_equal_in_a_chain() -> None:

@@ -24,7 +24,7 @@ from torchq.convert.dispatch import dispatches, full_state, memory
 from torchq.convert.sources import name_sources
 from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.swap.weights import leave_fast_paths, settled, split_attention
-from torchq.functional.placeholders import limited_placeholders
+from torchq.functional.placeholders import OF_A_NAME, count_modules, limited_placeholders
 from torchq.graphs.code import with_code
 from torchq.graphs.loading import load_each
 from torchq.graphs.module import QuantizedGraph
@@ -198,10 +198,12 @@ def _parameters(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]
         if (given := state.get(name)) is not None:
             if given.dtype.itemsize < min(own.dtype.itemsize, 2):  # it would grow four times
                 raise ValueError(f"'{name}' must be {own.dtype}, got {given.dtype}")
-            value = given.to(own.dtype)
-            if value.shape == own.shape and value.stride() != own.stride():
-                value = torch.empty_like(own).copy_(value)
-            found[name] = made.setdefault(id(given), nn.Parameter(value, requires_grad=False))
+            if id(given) not in made and given.shape == own.shape:
+                value = given.to(own.dtype)
+                if value.stride() != own.stride():
+                    value = torch.empty_like(own).copy_(value)
+                made[id(given)] = nn.Parameter(value, requires_grad=False)
+            found[name] = made.get(id(given), given)  # of another shape: load_state_dict says so
     return found
 
 
@@ -233,7 +235,9 @@ def _graph(text: Tensor, state: dict[str, Tensor], model: nn.Module | None = Non
                 f"torchq.load: the file's graph calls the float module '{source}': model must be "
                 "given. Pass a float model of the architecture the file was saved from."
             )
-        return copy.deepcopy(model.get_submodule(source), copies)  # each part once
+        part = model.get_submodule(source)
+        count_modules(OF_A_NAME * sum(1 for _ in part.modules()))  # which each name is asked for
+        return copy.deepcopy(part, copies)  # each part once
 
     return decode(text, module, state)
 

@@ -14,6 +14,7 @@ from torchq.nn.batch_norm import weight_of
 from torchq.nn.experts import QExperts
 from torchq.nn.float_modules import expert_weights
 from torchq.nn.leaf import QuantizedLeaf
+from torchq.serialization.states import outer_of
 
 _SHAPING = (
     *("in_features", "out_features", "in_channels", "out_channels", "kernel_size", "stride"),
@@ -48,8 +49,7 @@ def check_architecture(
             found += _of_layers(name, leaf, modules[name])
         else:
             found.append(f"'{name}' is a {_kind(leaf)} in the file, not in the model")
-    quantized = tuple(f"{name}." if name else "" for name in leaves)
-    found += _of_tensors(*({k: v for k, v in state.items() if not k.startswith(quantized)}
+    found += _of_tensors(*({k: v for k, v in state.items() if outer_of(k, leaves) is None}
                            for state in (given, own)))  # fmt: skip
     if found:
         more = f"; and {len(found) - _MOST} more" if len(found) > _MOST else ""
