@@ -65,12 +65,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         elif not self.batch_first:
             query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
         q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
-        if k.shape[:2] != v.shape[:2] or k.size(0) != q.size(0):  # torch would read beyond v
-            raise ValueError(
-                "torchq.nn.SplitMultiheadAttention: key and value must have one length, and query "
-                f"their batch, got {list(q.shape)}, {list(k.shape)} and {list(v.shape)} (batch "
-                "first). Pass a value for each key."
-            )
+        _check_lengths(q, k, v)
         mask = self._mask(q.size(0), key_padding_mask, attn_mask, q.dtype)
         if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat([k, self.bias_k.expand(k.size(0), 1, -1)], 1)
@@ -121,3 +116,13 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         if mask.dtype != torch.bool:
             return mask
         return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
+
+
+def _check_lengths(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless each key has a value: torch would read beyond the values."""
+    if k.shape[:2] != v.shape[:2] or k.size(0) != q.size(0):
+        raise ValueError(
+            "torchq.nn.SplitMultiheadAttention: key and value must have one length, and query "
+            f"their batch, got {list(q.shape)}, {list(k.shape)} and {list(v.shape)} (batch first). "
+            "Pass a value for each key."
+        )
