@@ -24,6 +24,7 @@ class _QNorm(QModule):
             where ``src`` is None.
     """
 
+    _takes_float = False
     scales: Tensor
     zero_points: Tensor
 
@@ -32,7 +33,7 @@ class _QNorm(QModule):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        self.reads_float = src is None and isinstance(self, QLayerNorm | QRMSNorm)
+        self.reads_float = src is None and self._takes_float
         src = QParams.per_tensor(1.0) if self.reads_float else cast(QParams, src)
         self.post_ops = str(post_ops or "")
         if not all(part.startswith("eltwise_") for part in self.post_ops.split("+") if part):
@@ -183,6 +184,7 @@ class QLayerNorm(_QAffineNorm):
         ValueError: ``src`` does not end in ``normalized_shape``.
     """
 
+    _takes_float = True
     bias: Tensor | None
 
     def __init__(
@@ -241,6 +243,8 @@ class QRMSNorm(_QAffineNorm):
 
     Shapes and errors as for :class:`QLayerNorm`.
     """
+
+    _takes_float = True
 
     def __init__(
         self,
