@@ -99,6 +99,7 @@ template <class Isa>
 TORCHQ_INLINE int gemm_if_short(const GemmTile& t, const Epilogue& e, int panel) {
   if (!t.plan.is_short) return panel;
   if (t.num_runs == 3) return gemm_short_rows<Isa, 3, kShortQuadsOfThree>(t, e, panel);
+  static_assert(sizeof kShortQuads == 7 * sizeof *kShortQuads, "each has a case");
   switch (t.runs->quads) {
     case 4:
       return gemm_short_rows<Isa, 1, 4>(t, e, panel);
