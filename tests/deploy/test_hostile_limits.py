@@ -199,6 +199,43 @@ def test_one_tensor_of_many_parameters_is_converted_once(
     assert calls == 1
 
 
+NORM = {"src": "f32", "src_bits": 8, "dst": "u8", "dst_bits": 8, "post_ops": ""}
+TABLE = {"bits": 8, "scales": "f32", "padding": None}
+LAYER = {"dilation": [1], "stride": [1]}
+
+
+@pytest.mark.parametrize(
+    ("cls", "fields"),
+    [
+        ("QLayerNorm", NORM | {"arguments": {"normalized_shape": [2**62] * 999, "eps": 0.0,
+                                             "has_weight": True}}),
+        ("DynamicQConv1d", LAYER | {"weight": [2**62] * 999, "groups": 1}),
+        ("QEmbedding", TABLE | {"weight": [[0], 8]}),
+        ("QEmbedding", TABLE | {"weight": [8, 8], "bits": [0]}),
+        ("QConvTranspose1d", LAYER | {"weight": [8, [0], 3], "groups": 8, "geometry": []}),
+    ],
+)  # fmt: skip
+def test_sizes_of_specs_are_few_numbers(cls: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    """The product of 150,000 took a minute; a list by a number was a list of gigabytes."""
+    node = ["call_module", "y", "m", [{"node": "x"}], NONE, None]
+    tensors = {"torchq_graph": graph(node)}
+    tensors["m.spec"] = text({"class": cls, "version": 1, **fields})
+    with pytest.raises(ValueError, match="sizes in the file's specs must be up to 64 whole"):
+        torchq.load(written(tmp_path / "file", tensors, {}))
+
+
+def test_shapes_of_many_sizes(tmp_path: Path) -> None:
+    """Their product took a minute, too."""
+    entry = {"dtype": "U8", "shape": [2**62] * 100_000, "data_offsets": [0, 8]}
+    header = json.dumps({"a.spec": entry}).encode()
+    path = tmp_path / "file"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    began = time.process_time()
+    with pytest.raises(ValueError, match="its header is not one of safetensors"):
+        torchq.load(path)
+    assert time.process_time() - began < 2
+
+
 def test_names_of_layers_are_compared_by_their_parts(tmp_path: Path) -> None:
     """Each name of a tensor with each of these would take 7 s."""
     model = nn.Sequential(nn.Linear(8, 8)).eval()

@@ -396,7 +396,9 @@ def _edit_header(pick: random.Random, path: Path) -> None:
         entry = header[pick.choice([name for name in header if name != "__metadata__"])]
         match pick.randrange(4):
             case 0:
-                entry["shape"] = pick.choice([[2**62, 4], [2**40, 0], [-1], [1] * 100, [None], []])
+                entry["shape"] = pick.choice(
+                    [[2**62, 4], [2**40, 0], [-1], [1] * 100, [None], [], [2**62] * 100_000]
+                )
             case 1:
                 entry["dtype"] = pick.choice(["F64", "U8", "BOOL", "F8_E4M3", "C64", "F4", 7])
             case 2:

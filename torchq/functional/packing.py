@@ -18,7 +18,12 @@ import torch
 from torch import Tensor
 
 from torchq.attributes.arguments import check_type
-from torchq.functional.placeholders import placeholder, replaced_placeholders, take
+from torchq.functional.placeholders import (
+    check_sizes,
+    placeholder,
+    replaced_placeholders,
+    take,
+)
 from torchq.functional.proofs import sums_and_bounds
 
 
@@ -117,6 +122,7 @@ def empty_packed(
     The shape is the one that ``pack_linear``, or with a dilation ``pack_conv``, or with a stride
     ``pack_conv_transpose`` takes.
     """
+    check_sizes(weight_shape)
     with replaced_placeholders():
         take(math.prod(max(size, 1) for size in weight_shape))  # before packing allocates as much
     packed = _form(tuple(weight_shape), dtype, groups, tuple(stride), tuple(dilation))

@@ -7,7 +7,7 @@ A few bytes of a file can name large sizes, and many modules. So what its specs 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -29,6 +29,8 @@ _LIMITS: dict[str, tuple[int, float]] = {
 _left: ContextVar[dict[str, float] | None] = ContextVar("_left", default=None)
 """What may still be asked for; None where nothing is counted."""
 
+MOST_DIMS = 64
+"""Of a tensor of torch."""
 OF_A_NAME = 0.25
 """Share of a module that a name, a source, and a place in a list, is worth."""
 
@@ -88,6 +90,21 @@ def replaced_placeholders() -> Iterator[None]:
         left["bytes of memory"] = before
 
 
+def check_sizes(sizes: Collection[object]) -> None:
+    """Refuse what are no sizes of a tensor: a product of lists, or of many numbers, may never end.
+
+    Raises:
+        ValueError: there are more than torch has dims, or others than whole numbers of 64 bits.
+    """
+    if len(sizes) > MOST_DIMS or not all(
+        isinstance(size, int) and abs(size) < 2**63 for size in sizes
+    ):
+        raise ValueError(
+            f"torchq.load: sizes in the file's specs must be up to {MOST_DIMS} whole numbers of 64 "
+            f"bits, got {str(sizes)[:60]}. Was it written by torchq.save?"
+        )
+
+
 def placeholder(*shape: int, dtype: torch.dtype = torch.float32, value: int = 1) -> Tensor:
     """Return a tensor of one value, which loading replaces.
 
@@ -95,8 +112,9 @@ def placeholder(*shape: int, dtype: torch.dtype = torch.float32, value: int = 1)
     memory, whatever the sizes.
 
     Raises:
-        ValueError: as of :func:`count`.
+        ValueError: as of :func:`count` and :func:`check_sizes`.
     """
+    check_sizes(shape)
     take(math.prod(shape) * dtype.itemsize)
     return torch.full(shape, value, dtype=dtype, device=placeholder_device())
 

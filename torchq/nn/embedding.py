@@ -15,7 +15,7 @@ from torchq.functional.embeddings import (
     pack_embedding,
     quantize_embedding,
 )
-from torchq.functional.placeholders import placeholder
+from torchq.functional.placeholders import check_sizes, placeholder
 from torchq.nn.leaf import Leaf
 from torchq.nn.module import QModule, Spec
 
@@ -52,6 +52,7 @@ class _Embedding(Leaf, QModule):
     @classmethod
     def _placeholder(cls, spec: Spec) -> PackedEmbedding:
         rows, dim = spec["weight"]
+        check_sizes([rows, dim, spec["bits"]])
         size = code_bytes(dim, spec["bits"]) + (4 if spec["scales"] == "f16" else 8)
         return PackedEmbedding(placeholder(rows, size, dtype=torch.uint8), dim, spec["bits"])
 

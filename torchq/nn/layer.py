@@ -14,7 +14,7 @@ from torchq.attributes.post_op import CHANNEL_MASKS, Binary, Eltwise, PReLU
 from torchq.attributes.post_ops import PostOps, post_ops_of
 from torchq.functional.folding import fold
 from torchq.functional.packing import PackedWeight, empty_packed
-from torchq.functional.placeholders import are_limited, placeholder, take
+from torchq.functional.placeholders import are_limited, check_sizes, placeholder, take
 from torchq.nn.direct_call import NONE, OTHERS, source, state
 from torchq.nn.module import QModule, Spec, dtype_from_name, dtype_name, placeholder_qparams
 from torchq.nn.quantize import QLookup
@@ -55,6 +55,7 @@ def with_destination_range(post_ops: PostOps, dst: QParams | None) -> PostOps:
 def _placeholder_weight(spec: Spec) -> PackedWeight:
     """Memory for a weight that is packed as the spec says."""
     shape, groups, stride = spec["weight"], spec["groups"], spec.get("stride", ())
+    check_sizes([*shape, groups])
     if stride:
         shape = [shape[1] * groups, shape[0] // groups, *shape[2:]]
     dtype = dtype_from_name(spec.get("weight_dtype", "s8"))

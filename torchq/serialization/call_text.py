@@ -13,7 +13,7 @@ from torchq.capture.condition import Condition
 from torchq.capture.guards import Example
 from torchq.capture.likeness import Argument
 from torchq.convert.dispatch import Dispatch, attach
-from torchq.functional.placeholders import count, count_modules
+from torchq.functional.placeholders import MOST_DIMS, count, count_modules
 from torchq.nn.module import text_bytes
 from torchq.serialization.conditions import is_option, is_size
 from torchq.serialization.structures import read_structure, write_structure
@@ -21,7 +21,6 @@ from torchq.serialization.structures import read_structure, write_structure
 CALL_KEY = "torchq_call"
 """Name of the tensor that holds the text, in the state of the graph's module."""
 
-_MOST_DIMS = 64
 _OF_A_GRAPH = 4
 """Modules that a graph is worth: the smallest takes 4 ms."""
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -83,7 +82,7 @@ def _check(fields: JsonObject, name: str) -> None:
     wrong: list[object] = []
     for index, _, shape in fields["arguments"]:
         count("sizes of arguments", 1 + len(shape))
-        wrong += [size for size in (index, *shape) if not is_size(size)] + shape[_MOST_DIMS:]
+        wrong += [size for size in (index, *shape) if not is_size(size)] + shape[MOST_DIMS:]
     wrong += [n for n, values in fields.get("neutral", {}).items() if not is_option(n, values)]
     if wrong:
         raise ValueError(

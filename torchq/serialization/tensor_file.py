@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from torchq.attributes.json_text import JsonObject, has_many_values, read_json
+from torchq.functional.placeholders import MOST_DIMS
 from torchq.serialization.files import write_file
 
 _DTYPES = {
@@ -212,7 +213,9 @@ def _check_version(version: str) -> None:
 
 
 def _are_sizes(values: object) -> bool:
-    return type(values) is list and all(type(n) is int and 0 <= n < 2**63 for n in values)
+    if type(values) is not list or len(values) > MOST_DIMS:  # the product of more takes long
+        return False
+    return all(type(n) is int and 0 <= n < 2**63 for n in values)
 
 
 _Take = Callable[[int, int], Tensor]
