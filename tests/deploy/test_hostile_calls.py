@@ -93,6 +93,11 @@ REFUSED: dict[str, list[Any]] = {
     ],
     "a dtype by its number": [call("o", "aten::view", node("input_1"), 100)],
     "a computed dtype": [*size_of_x(), call("o", "aten::to", node("input_1"), node("n"))],
+    "an expansion that a script leaves out": [
+        full("a"),
+        [*call("o", "aten::expand.default", node("a"), [4])[:4], {"dict": {"implicit": True}}],
+    ],
+    "a copy of no dtype": [call("o", "aten::to.prim_other", node("input_1"), False, True)],
     "a dtype for a tensor": [call("o", "aten::to.other", node("input_1"), -1)],
     "a function of tensors on a number": [*size_of_x(), call("o", "aten::neg", node("n"))],
     "a bool of a tensor": [
@@ -173,6 +178,25 @@ def test_divisors_that_are_computed(function: str, by: int, tmp_path: Path) -> N
         command = [sys.executable, "-c", code.format(str(path), made)]
         result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode == 1 and "divisors that the graph" in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("target", "argument", "error"),
+    [
+        ("aten::var.dim", False, "Expected a value of type .* for argument 'dim'"),
+        ("aten::view.dtype", {"constant": "torch.int32"}, "Argument size not provided"),
+        ("Tensor.view", {"constant": "torch.int32"}, "Argument size not provided"),
+    ],
+)
+def test_scripts_take_no_other_overload(
+    target: str, argument: Any, error: str, tmp_path: Path
+) -> None:
+    """By types alone they took another axis, and sizes in place of a dtype."""
+    path = forged(tmp_path / "m", [full("a", 1, 3), call("o", target, node("a"), argument)])
+    loaded = torchq.load(path)
+    assert loaded(X).shape[-1] == 3
+    with pytest.raises(RuntimeError, match=error):
+        torch.jit.script(loaded)
 
 
 def test_modules_are_called_with_tensors(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Mapping
 
+import torch
 from torch import fx
 from torch._ops import OpOverload
 
@@ -107,12 +108,21 @@ def checks_of(graph: fx.Graph) -> fx.Graph | None:
 
 
 def with_packets(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of a graph for TorchScript: Note [Overloads] in data.py."""
+    """Return a copy of a graph for TorchScript: Note [Overloads] in data.py.
+
+    Arguments have their names there. By types alone TorchScript would take a dtype for a size, in
+    ``view``, and ``dim=False`` for another argument; so it raises.
+    """
     made, values = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         copied = values[node] = made.node_copy(node, values.__getitem__)
         if isinstance(node.target, OpOverload):
             copied.target = node.target.overloadpacket
+            names = [argument.name for argument in node.target._schema.arguments]
+            copied.kwargs = {**dict(zip(names[1:], copied.args[1:], strict=False)), **copied.kwargs}
+            copied.args = copied.args[:1]
+        elif node.target == "view" and isinstance(copied.args[-1], torch.dtype):
+            copied.args, copied.kwargs = copied.args[:1], {"dtype": copied.args[-1]}
     return made
 
 

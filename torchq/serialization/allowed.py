@@ -71,6 +71,7 @@ _LESS = {
     "repeat_interleave.Tensor": "the sum of its repeats may overflow, and it writes by them",
     "repeat_interleave.self_Tensor": "the same",
     "to.prim_dtype": "it takes any number for a dtype",
+    "to.prim_other": "with copy it takes what is in memory for a dtype",
     "median.dim": "it reads beyond a tensor that is expanded",
 }
 """Overloads that are not safe, though their names are in the table, and why."""

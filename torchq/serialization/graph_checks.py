@@ -79,6 +79,8 @@ _ARGUMENTS: dict[tuple[str, str], Callable[[Any], bool]] = {
     ("grid_sampler", "padding_mode"): lambda value: value in (0, 1, 2),
     ("grid_sampler_2d", "padding_mode"): lambda value: value in (0, 1, 2),
     ("grid_sampler_3d", "padding_mode"): lambda value: value in (0, 1, 2),
+    # TorchScript leaves implicit ones out, also where the result has them
+    ("expand", "implicit"): lambda value: value is False,
     # bytes that are neither 0 nor 1 are no values of bool
     ("view", "dtype"): lambda value: value is not torch.bool,
     ("einsum", "equation"): lambda value: bool(_EQUATION.fullmatch(value)),
