@@ -106,6 +106,23 @@ def test_what_is_no_norm_stays(name: str) -> None:
     assert torchq.sqnr(model(x), qmodel(x)) > 30
 
 
+def test_a_norm_of_rows_whose_size_varies_stays() -> None:
+    class OfSteps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv1d(4, 8, 3), nn.Conv1d(8, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            return self.last(y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+    torch.manual_seed(0)
+    model = OfSteps().eval()
+    qmodel = torchq.quantize(model, [torch.randn(2, 4, steps) for steps in (20, 24, 28, 32)])
+    x = torch.randn(3, 4, 40)
+    assert torchq.sqnr(model(x), qmodel(x)) > 25
+
+
 def test_a_factor_of_the_call_stays_behind_the_norm() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:

@@ -46,7 +46,7 @@ VALUES += [
     "aten.add",
     "x",
 ]
-VALUES += [[], {}, [1], [2**40], "é" * 40, [[[]]], [2**62] * 9999, {"class": "QLinear"}]
+VALUES += [[], {}, [1], [2**40], "é" * 40, [[[]]], {"class": "QLinear"}]
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:

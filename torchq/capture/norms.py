@@ -14,7 +14,7 @@ def join_rms_norms(graph: fx.Graph) -> None:
     """Write ``x * rsqrt(mean(x^2, -1) + eps) * weight`` as one call of ``torch.rms_norm``.
 
     It is one operation then, in reports and after the conversion. A factor that is no float32
-    constant of one dim stays behind it.
+    constant of one dim stays behind it. A norm of rows whose size varies stays as it is.
     """
     for node in list(graph.nodes):
         norm = _norm(node)
@@ -54,7 +54,8 @@ def _norm(node: fx.Node) -> tuple[fx.Node, float] | None:
     if not is_square or not isinstance(a.input, fx.Node):
         return None
     src: fx.Node = a.input
-    return (src, float(eps)) if src.meta["value"].dtype == torch.float32 else None
+    is_float32, sizes = src.meta["value"].dtype == torch.float32, src.meta["sizes"]
+    return (src, float(eps)) if is_float32 and sizes and sizes[-1].isdecimal() else None
 
 
 def _is_alone(value: object, *names: str) -> bool:
