@@ -101,6 +101,10 @@ def _attention(m: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return (q @ k.transpose(1, 2) / 4 + mask).softmax(-1) @ v
 
 
+def _step(m: Any, q: Tensor, k: Tensor, cache: Tensor) -> Tensor:
+    return m.linear(q) @ torch.cat([cache, k], 1).transpose(1, 2)
+
+
 def _residual(m: Any, x: Tensor) -> Tensor:
     return F.relu(m.norm(m.conv(x)) + x)
 
@@ -108,10 +112,6 @@ def _residual(m: Any, x: Tensor) -> Tensor:
 def _joined(m: Any, x: Tensor) -> Tensor:
     y = F.relu(m.conv1(x))
     return m.conv3(F.max_pool2d(torch.cat([y, m.conv2(y)], 1), 2))
-
-
-def _conv(inputs: int = 4, outputs: int = 4) -> nn.Conv2d:
-    return nn.Conv2d(inputs, outputs, 3, padding=1)
 
 
 def _conv(inputs: int = 4, outputs: int = 4) -> nn.Conv2d:
@@ -140,6 +140,10 @@ _IMAGE = {"x": torch.ones(2, 4, 8, 8)}
 EXAMPLES = {
     "recognize": Example(
         lambda: Model(lambda m, x: F.relu(m.linear(x)).cumsum(1), **_linears(linear=16)), _rows()
+    ),
+    "leave_cached": Example(
+        lambda: Model(_step, **_linears(linear=16)),
+        {"q": torch.ones(2, 3, 16), "k": torch.ones(2, 3, 16), "cache": torch.ones(2, 8, 16)},
     ),
     "fuse_attention": Example(
         lambda: Model(_attention),

@@ -124,6 +124,14 @@ RAISES: dict[str, list[Any]] = {
         full("v", 1, 4, 40000, 8),
         call("o", "aten::scaled_dot_product_attention.default", *map(node, "qqv")),
     ],
+    "bins of a range that overflows": [
+        call("a", "torch.full", [16], 1.0),
+        call("o", "torch.histc", node("a"), 100, -(10**38), 10**38),
+    ],
+    "bins without a range": [
+        call("a", "torch.full", [16], 1.0),
+        call("o", "torch.histc", node("a"), 100),
+    ],
     "groups with gaps": [
         call("i", "torch.zeros", [2]),
         call("e", "Tensor.to", node("i"), {"dtype": "int32"}),

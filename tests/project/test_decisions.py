@@ -23,6 +23,12 @@ SHOWN = {
         "x:0:input linear:1:call relu:2:call cumsum:3:call",
         "x:0:input linear:1:known relu:2:known cumsum:3:float",
     ),
+    "leave_cached": (
+        "q:0:input k:1:input cache:2:input linear:3:known cat:4:known transpose:5:known "
+        "matmul:6:known",
+        "q:0:input k:1:input cache:2:input linear:3:known cat:4:known transpose:5:known "
+        "matmul:6:float",
+    ),
     "fuse_attention": (
         "q:0:input k:1:input v:2:input mask:3:input transpose:4:known matmul:5:known div:6:known "
         "add:7:known softmax:8:float matmul:9:known",

@@ -33,6 +33,7 @@ from torchq.capture.graph import (
     parameters_of,
     remove_unused,
 )
+from torchq.capture.heads import share_heads
 from torchq.capture.merge import merge_equal
 from torchq.capture.module_kinds import MATMUL
 from torchq.capture.norms import join_rms_norms
@@ -78,6 +79,7 @@ class _Plain:
         self._region(self.program.graph_module, inputs, inside=False)
         remove_unused(self.graph)
         join_rms_norms(self.graph)
+        share_heads(self.graph)
         self._name_leaves()
         return Captured(self.graph, self.model)
 
@@ -235,6 +237,8 @@ class _Plain:
             value, gate = (self._item(node, halves, i) for i in range(2))
             gate = self._function(node, (gate,), {}, _ATEN.sigmoid.default)
             self.env[node] = self._function(node, (value, gate), {}, _ATEN.mul.Tensor)
+        elif name == "grouped_mm_fallback":  # of transformers, in place of torch's while exporting
+            self.env[node] = self._function(node, args, kwargs, _ATEN._grouped_mm.default)
         elif name == "einsum" and (product := self._einsum(node, *args[:2])) is not None:
             self.env[node] = product
         elif name == "_native_batch_norm_legit_no_training":

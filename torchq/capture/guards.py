@@ -20,6 +20,8 @@ from torchq.capture.terms import Size
 from torchq.models.trees import Args, Kwargs, opened
 
 _Dict = dict[object, object]
+Restore = Callable[[object, Args, Kwargs], object]
+"""Makes of a graph's result, and the call, what the module gives."""
 _Shapes = dict[int, torch.Size]
 
 
@@ -81,12 +83,12 @@ class Example:
         """Return the kind of a parameter."""
         return self.signature.parameters[name].kind
 
-    def restore(self) -> Callable[[object], object]:
+    def restore(self) -> Restore:
         """Return the function that gives results the structure that the module gives them."""
         spec = self.structure
         if spec is None:
-            return lambda result: result
-        return lambda result: pytree.tree_unflatten(pytree.tree_leaves(result), spec)
+            return lambda result, args, kwargs: result
+        return lambda result, args, kwargs: pytree.tree_unflatten(pytree.tree_leaves(result), spec)
 
     def chooser(self, traced: bool = False) -> Callable[..., tuple[Tensor, ...] | None]:
         """Return a function with the module's signature: the graph's tensors, or None."""

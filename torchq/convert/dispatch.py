@@ -27,7 +27,7 @@ from torchq.graphs.loading import load_each
 from torchq.graphs.module import QuantizedGraph
 from torchq.models.attached import Attachment, attachment_of
 from torchq.models.hooks import HookWatch, hooks_inside, without_capturing_hooks
-from torchq.models.trees import Args, Kwargs, opened
+from torchq.models.trees import Args, Kwargs, copied, opened
 from torchq.nn.leaf import failing_leaf
 from torchq.nn.packed_proof import with_proof
 from torchq.runtime.library import refuse_onnx_export
@@ -94,9 +94,9 @@ class Dispatch(Attachment):
             if found is not None and clean and not self.module.training:
                 self.graph_calls += 1
                 if self.runs_both:
-                    self._run_own(args, kwargs)
+                    self._run_own(*copied(args, kwargs))
                 run = getattr(self.graph, "_direct", self.graph)  # without its own checks
-                return restore(run(*found))
+                return restore(run(*found), args, kwargs)
             reason = "" if self._warned and not self.strict else self._why(found, args, kwargs)
             if self.strict:
                 raise RuntimeError(reason)
@@ -134,7 +134,11 @@ class Dispatch(Attachment):
         return f"{self.name}.{names[leaf]}".lstrip(".") if leaf in names else ""
 
     def _compiled(
-        self, choose: _Choose, restore: Callable[[object], object], args: Args, kwargs: Kwargs
+        self,
+        choose: _Choose,
+        restore: Callable[[object, Args, Kwargs], object],
+        args: Args,
+        kwargs: Kwargs,
     ) -> object:
         """Take a call within torch.compile or export; a count would compile each call anew."""
         try:
@@ -145,7 +149,7 @@ class Dispatch(Attachment):
             if self.strict:
                 raise RuntimeError(self._why(found, args, kwargs))
             return type(self.module).forward(self.module, *args, **kwargs)
-        return restore(self.graph(*found))
+        return restore(self.graph(*found), args, kwargs)
 
     def _watched(self) -> HookWatch:
         self._watch = HookWatch(self.module, self._known)

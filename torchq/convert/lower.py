@@ -19,7 +19,7 @@ from torchq.convert.quantized_layers import lookup, quantized
 from torchq.convert.settled import Settled
 from torchq.graphs.module import QuantizedGraph
 from torchq.models.state import twin
-from torchq.nn.attention import DynamicQAttention
+from torchq.nn.attention import CachedAttention, DynamicQAttention
 from torchq.nn.float_modules import Attention, Cat
 from torchq.nn.from_float import naming, pool_from_float
 from torchq.nn.normalization import QRMSNorm
@@ -28,6 +28,7 @@ from torchq.nn.pad import QPad
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
 from torchq.planning.layers import Layer
 from torchq.quantization.qparams import QParams
+from torchq.report import reasons
 
 _Form = Callable[[fx.Node], fx.Node]
 
@@ -67,6 +68,8 @@ class Lowering:
                 self._layer(layer)
             elif dynamic is not None:
                 self._float[node] = self._dynamic(dynamic)
+            elif op is not None and op.reason == reasons.CACHED and (attended := self._cached(op)):
+                self._float[node] = attended
             elif op is not None and op.node.target is torch.rms_norm:
                 self._float[node] = self._rms_norm(op)
             elif node.op in ("placeholder", "output") or (
@@ -335,6 +338,18 @@ class Lowering:
             return self._copy(op.node)
         norm = QRMSNorm(None, None, a.normalized_shape, a.weight, a.eps)
         return self.call(op.name, norm, self.float_of(a.input))
+
+    def _cached(self, op: Op) -> fx.Node | None:
+        """Return float attention with a mask of bools; None for another product."""
+        a = arguments_of(op.node)
+        mask = a.nodes.get("attn_mask")
+        varying = a.why_varying("query", "key", "value", "attn_mask")
+        if mask is None or varying or mask.meta["value"].dtype != torch.bool:
+            return None
+        if "1" in mask.meta["sizes"][-2:]:  # it is the same for all queries, say
+            return None
+        sources = [self.float_of(node) for node in (*op.srcs, mask)]
+        return self.call(op.name, CachedAttention(a.scale, bool(a.enable_gqa)), *sources)
 
     def _attention_arguments(self, op: Op) -> list[Argument]:
         """Return the mask, and the scale where it is known at run time only.

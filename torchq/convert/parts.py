@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from torchq.capture.aten import plain_graph
+from torchq.capture.cached import cached_call, fix_kinds, smaller_calls
 from torchq.capture.condition import Condition
 from torchq.capture.exported import CaptureError, Exported, export, shapes_of
 from torchq.capture.graph import Captured, remove_unused
@@ -37,11 +38,13 @@ class Part:
         name: qualified name in the model; "" for the whole.
         exported: the captured call.
         captured: the same as a plain graph.
+        has_cache: whether it takes the tensors of a cache, as ``capture/cached.py`` says.
     """
 
     name: str
     exported: Exported
     captured: Captured
+    has_cache: bool = False
 
 
 @dataclass
@@ -95,8 +98,14 @@ def _is_layer(module: nn.Module) -> bool:
 
 def _capture(parts: Parts, module: nn.Module, name: str, call: Call) -> bool:
     module = without_hooks(module)  # they run around a graph, as around the module's own code
+    cached = cached_call(module, *call)
+    return (cached and _add(parts, name, *cached, True)) or _add(parts, name, module, call, False)
+
+
+def _add(parts: Parts, name: str, module: nn.Module, call: Call, has_cache: bool) -> bool:
+    """Capture a call and add the part; note why where that fails."""
     try:
-        exported, captured = _captured(module, call)
+        exported, captured = _captured(module, call, has_cache=has_cache)
         if not exported.takes(*call):  # the code treats a batch of one, as it is here, differently
             lines = exported.lines
             exported, captured = _captured(module, call, widen=False)
@@ -110,14 +119,20 @@ def _capture(parts: Parts, module: nn.Module, name: str, call: Call) -> bool:
         return False
     captured.prefix = f"{name}." if name else ""
     compute_once(captured)
-    parts.found.append(Part(name, exported, captured))
+    parts.found.append(Part(name, exported, captured, has_cache))
     return True
 
 
-def _captured(module: nn.Module, call: Call, widen: bool = True) -> tuple[Exported, Captured]:
+def _captured(
+    module: nn.Module, call: Call, widen: bool = True, has_cache: bool = False
+) -> tuple[Exported, Captured]:
     exported = export(module, *call, widen)
+    if has_cache:
+        fix_kinds(exported)
     captured = plain_graph(exported, twin(module))
     check(module, exported, captured)
+    if has_cache:
+        _check_cached(module, exported, captured)
     return exported, captured
 
 
@@ -174,6 +189,20 @@ def check(module: nn.Module, exported: Exported, captured: Captured) -> None:
             for g in unmet:
                 at = exported.guards.index(g)
                 exported.guards[at] = g.either(guard.opposite())
+
+
+def _check_cached(module: nn.Module, exported: Exported, captured: Captured) -> None:
+    """Compare the graph with the module where a size is one, or no token is cached.
+
+    Raises:
+        CaptureError: they differ.
+    """
+    graph = fx.GraphModule(captured.model, captured.graph)
+    for tensors in smaller_calls(exported):
+        unmet = [g for g in exported.guards if not g.holds(shapes_of(tensors))]
+        if not all(g.only_excludes for g in unmet) or not _agree(module, graph, exported, tensors):
+            raise CaptureError("its graph computes something else than its code in single steps")
+        exported.guards = [g for g in exported.guards if g not in unmet]
 
 
 def _ones(exported: Exported) -> Iterator[tuple[Condition, list[Tensor]]]:

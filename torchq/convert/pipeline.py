@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from torchq.capture.cached import CachedExample
 from torchq.capture.guards import Example
 from torchq.capture.limits import limits
 from torchq.capture.one_call import without_observers
@@ -165,7 +166,8 @@ def _attach(graph: Prepared, part: Part, prepared: nn.Module, config: QConfig) -
     """Let calls of a module take its graph."""
     owner = prepared.get_submodule(part.name)
     sizes = limits(part.captured.graph, graph.plan.ops.values())
-    example = Example.of(owner, part.exported, sizes)
+    kind = CachedExample if part.has_cache else Example
+    example = kind.of(owner, part.exported, sizes)
     dispatch = Dispatch(owner, graph, example, part.name, config.strict)
     dispatch.runs_both = _has_other_leaves(owner, graph)
     attach(dispatch)

@@ -4,6 +4,7 @@
 from dataclasses import asdict
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchq.functional.attentions import score_scale
@@ -118,6 +119,58 @@ class DynamicQAttention(QModule):
             query, key, value, mask, self.is_causal, scale
         )
         return dst
+
+
+class CachedAttention(QModule):
+    """Attention in float, with a mask of bools that a model computes for each call.
+
+    As :func:`torch.nn.functional.scaled_dot_product_attention`, which does half the work where it
+    is told that each query sees the keys up to its own alone, and needs no mask then. So it is told
+    where the mask says this or hides nothing, as for a prompt and for single tokens behind it.
+
+    Shapes:
+        query: float32 or bfloat16 ``(..., L, E)``, key: ``(..., S, E)``, value: ``(..., S, Ev)``.
+        mask: bool (true: seen), ``(..., L, S)``.
+        dst: ``(..., L, Ev)`` of the query's dtype.
+
+    Raises:
+        TypeError: the mask is not bool.
+        ValueError: there is not one value for each key, or the mask does not fit.
+    """
+
+    def __init__(self, scale: float | None = None, enable_gqa: bool = False) -> None:
+        """Take the options of :class:`AttentionOptions` that it has."""
+        super().__init__()
+        self._set_spec(scale=scale, enable_gqa=enable_gqa)
+        self.scale, self.enable_gqa = scale, enable_gqa
+
+    @classmethod
+    def from_spec(cls, spec: Spec) -> "CachedAttention":
+        """See the base class."""
+        return cls(spec["scale"], spec["enable_gqa"])
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        """Attend."""
+        queries, keys = query.shape[-2], key.shape[-2]
+        if mask.dtype != torch.bool:
+            raise TypeError(
+                "torchq.nn.CachedAttention: mask must be torch.bool (true: seen), got "
+                f"{mask.dtype}. Write mask.bool()."
+            )
+        if value.shape[-2] != keys or list(mask.shape[-2:]) != [queries, keys]:
+            raise ValueError(
+                "torchq.nn.CachedAttention: mask must be (..., queries, keys), with a value for "
+                f"each key, got {list(mask.shape)} for {queries} queries, {keys} keys and "
+                f"{value.shape[-2]} values. Check how they were made."
+            )
+        needed, is_causal = not bool(mask.all()), False
+        if needed and queries == keys:
+            causal = torch.ones(queries, keys, dtype=torch.bool).tril_()
+            is_causal = torch.equal(mask, causal.expand_as(mask))
+        return F.scaled_dot_product_attention(
+            query, key, value, mask if needed and not is_causal else None, 0.0, is_causal,
+            scale=self.scale, enable_gqa=self.enable_gqa,
+        )  # fmt: skip
 
 
 def _repeated(src: Tensor, query: Tensor) -> Tensor:

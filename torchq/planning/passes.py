@@ -16,6 +16,7 @@ from torch import fx
 
 from torchq.capture.graph import Captured
 from torchq.planning.attention import fuse_attention
+from torchq.planning.cached import leave_cached
 from torchq.planning.choose import choose_int8
 from torchq.planning.coarse import leave_coarse
 from torchq.planning.dynamic import quantize_rows, read_tokens
@@ -31,6 +32,7 @@ from torchq.quantization.config import Overrides, QConfig
 
 PASSES = (
     recognize,  # what each call is, by the table of patterns, or why it has no int8 form
+    leave_cached,  # float: attention to keys and values of a cache
     fuse_attention,  # attention that a model spells out is one operation
     read_tokens,  # dynamic: linear layers whose sources the model fake-quantizes by tokens
     quantize_rows,  # dynamic: what a configuration wants so, with functions and additions behind it

@@ -74,6 +74,7 @@ CHOSEN_MATRIX = "which of its matrices a row is multiplied by is known at run ti
 DROPOUT = "it drops at random"
 ATTENTION_SCALE = "its scale {scale} is not above 0"
 MASK_DTYPE = "its mask is {dtype}, neither float32, bfloat16 nor bool"
+CACHED = "it reads keys or values that a cache keeps in float"
 
 # Sums that an int32 may not hold
 TOO_LONG = "it sums more than {products} products, which could overflow int32"

@@ -36,8 +36,8 @@ _MORE = {
     ),
     "reductions, and functions of a row": (
         "all amax amin aminmax any argmax argmin argsort count_nonzero cummax cummin cumprod "
-        "cumsum diff linalg_norm linalg_vector_norm logcumsumexp logsumexp max median min norm "
-        "prod sort std std_mean sum topk var var_mean "
+        "cumsum diff histc linalg_norm linalg_vector_norm logcumsumexp logsumexp max median min "
+        "norm prod sort std std_mean sum topk var var_mean "
     ),
     "products": (
         "addbmm addmv addr baddbmm cdist cosine_similarity cross dot ger kron linalg_cross mv "
@@ -223,6 +223,23 @@ def _grouped_mm(
     return torch._grouped_mm(input, mat2, offs=offs, bias=bias, out_dtype=out_dtype)
 
 
+def histc(input: Tensor, bins: int = 100, min: int = 0, max: int = 0) -> Tensor:
+    """As torch.histc, which computes a bin by arithmetic that may overflow, and writes there.
+
+    Mixtures of experts count their rows with it. TorchScript compiles it.
+
+    Raises:
+        ValueError: the source is not float32, or the numbers are beyond 65,536.
+    """
+    known = 0 < bins <= 65536 and -65536 <= min < max <= 65536
+    if not known or input.dtype != torch.float32:
+        raise ValueError(
+            "torchq.load: histc of the graph must count float32 in at most 65,536 bins between "
+            "integers up to that, got others. Check the source."
+        )
+    return torch.histc(input, bins, min, max)
+
+
 def native_group_norm(
     input: Tensor,
     weight: Tensor | None,
@@ -288,6 +305,7 @@ def divisor(value: int) -> int:
 
 _CHECKED: dict[str, Callable[..., object]] = {
     "native_group_norm": native_group_norm,
+    "histc": histc,
     "embedding_bag": embedding_bag,
     "scaled_dot_product_attention": scaled_dot_product_attention,
     "_grouped_mm": _grouped_mm,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.attributes.json_text import JsonObject, read_json, values_in
+from torchq.capture.cached import CachedExample
 from torchq.capture.condition import Condition
 from torchq.capture.guards import Example
 from torchq.capture.likeness import Argument
@@ -42,6 +43,7 @@ def describe(dispatch: Dispatch) -> Tensor:
         "neutral": example.neutral,
         "result": None if structure is None else write_structure(structure),
         "strict": dispatch.strict,
+        "cached": isinstance(example, CachedExample),
     }
     return torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8, device="cpu")
 
@@ -72,8 +74,8 @@ def restore(module: nn.Module, graph: nn.Module, name: str, text: Tensor) -> Non
                 "the library of the model first."
             ) from error
     neutral = fields.get("neutral", {})  # files of earlier versions have none
-    cls = type(module)
-    example = Example(cls, arguments, guards, values, structure, limits, neutral=neutral)
+    cls, kind = type(module), CachedExample if fields.get("cached") else Example
+    example = kind(cls, arguments, guards, values, structure, limits, neutral=neutral)
     attach(Dispatch(module, graph, example, name, fields["strict"]))
 
 
