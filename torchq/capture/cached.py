@@ -28,6 +28,8 @@ from torchq.models.trees import Args, Call, Kwargs
 _IDS, _MASK, _POSITIONS, _KEEP = "input_ids", "attention_mask", "position_ids", "logits_to_keep"
 _CACHES = ("cache", "past_key_values")
 """The parameter for the cache, and the field of results, in newer and older transformers."""
+_COUNT, _PAST = 4, 5
+"""Tokens of the captured call, and of its cache: few, since the float model runs some 20 times."""
 _LIBRARY = "transformers.cache_utils"
 _Given = dict[str, Any]
 """Arguments of a call by their names."""
@@ -194,32 +196,36 @@ def cached_call(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[nn.Modul
     cache = next((name for name in _CACHES if name in names), None)
     if cache is None or any(name not in names for name in (_IDS, _MASK, _POSITIONS)):
         return None
-    model, given = twin(module), _Form(names, cache, ()).named(args, kwargs)
-    known = {_IDS, _MASK, _POSITIONS, _KEEP, cache, "use_cache"}
-    options = {name: value for name, value in given.items() if name not in known}
-    if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(options)):
-        return None
     try:
         with torch.no_grad(), same_numbers():
-            ids = given[_IDS]
-            count = max(ids.shape[1], 3)
-            past = 6 if count == 5 else 5  # no two sizes of the example are equal
-            tokens = ids.tile(2, 1 + max(count, past) // ids.shape[1])[:2]
-            padded = torch.ones_like(tokens[:, :count])
-            padded[0, 0] = 0  # of which a model may make other positions
-            call = {**options, _IDS: tokens[:, :count], _MASK: padded}
-            asked = {"use_cache": given["use_cache"]} if "use_cache" in given else {}
-            own, tensors = _without(model(**call, **asked), cache)
-            kinds = [(t.shape[1], t.shape[3], t.dtype) for t in tensors]
-            form = _Form(names, cache, tuple(kinds))
-            before = model(**{_IDS: tokens[:, :past], "use_cache": True})[cache]
-            example = form.tensors({**options, _IDS: tokens[:, :count], cache: before})
-            same, taker = form.tensors(call), _taker(model, cache)
-            if example is None or same is None:
-                return None
-            found = float_tensors(twin(taker)(**same))
+            return _taken(module, _Form(names, cache, ()), args, kwargs)
     except Exception:  # of the model's own code, or it is no such model
         return None
+
+
+def _taken(
+    module: nn.Module, form: _Form, args: Args, kwargs: Kwargs
+) -> tuple[nn.Module, Call] | None:
+    """Return what :func:`cached_call` returns; where a model is no language model, this fails."""
+    model, given, cache = twin(module), form.named(args, kwargs), form.cache
+    known = {_IDS, _MASK, _POSITIONS, _KEEP, cache, "use_cache"}
+    options = {name: value for name, value in given.items() if name not in known}
+    ids: Tensor = given[_IDS]
+    if ids.dim() != 2 or any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(options)):
+        return None
+    tokens = ids.tile(2, _PAST)[:2]  # no two sizes of the example are equal
+    first = {**options, _IDS: tokens[:, :_COUNT]}
+    padded = torch.ones_like(tokens[:, :_COUNT])
+    padded[0, 0] = 0  # of which a model may make other positions
+    asked = {"use_cache": given["use_cache"]} if "use_cache" in given else {}
+    own, tensors = _without(model(**first, **asked, **{_MASK: padded}), cache)
+    form = replace(form, kinds=tuple((t.shape[1], t.shape[3], t.dtype) for t in tensors))
+    before = model(**{_IDS: tokens[:, :_PAST], "use_cache": True})[cache]
+    example, same = form.tensors({**first, cache: before}), form.tensors({**first, _MASK: padded})
+    taker = _taker(model, cache)
+    if example is None or same is None:
+        return None
+    found = float_tensors(twin(taker)(**same))
     return (taker, ((), example)) if are_close(found, [*float_tensors(own), *tensors]) else None
 
 
@@ -270,8 +276,8 @@ def smaller_calls(exported: Exported) -> Iterator[list[Tensor]]:
     cache: Any = next(name for name in _CACHES if name in given)
     every, past = cast(Any, given[_IDS]), cast(Any, given[cache])
     for batch, length, count, kept in (
-        *((1, 0, every.shape[1], every.shape[1]), (1, 0, every.shape[1], 1), (1, 0, 1, 1)),
-        *((1, 1, 1, 1), (1, 3, 1, 1), (2, 3, 1, 1), (1, 3, 2, 2)),
+        *((1, 0, every.shape[1], 1), (1, 0, 1, 1), (1, 1, 1, 1), (1, 3, 1, 1)),
+        *((2, 3, 1, 1), (1, 3, 2, 2)),
     ):
         call = given | {
             _IDS: every[:batch, :count],

@@ -130,9 +130,7 @@ def _captured(
     if has_cache:
         fix_kinds(exported)
     captured = plain_graph(exported, twin(module))
-    check(module, exported, captured)
-    if has_cache:
-        _check_cached(module, exported, captured)
+    (_check_cached if has_cache else check)(module, exported, captured)
     return exported, captured
 
 
@@ -192,17 +190,23 @@ def check(module: nn.Module, exported: Exported, captured: Captured) -> None:
 
 
 def _check_cached(module: nn.Module, exported: Exported, captured: Captured) -> None:
-    """Compare the graph with the module where a size is one, or no token is cached.
+    """Compare the graph with the module, on the example, and where a size is one or nothing cached.
 
     Raises:
         CaptureError: they differ.
     """
     graph = fx.GraphModule(captured.model, captured.graph)
-    for tensors in smaller_calls(exported):
+    calls = list(smaller_calls(exported))
+    exported.neutral = neutral_options(module, exported, calls)
+    agree = _agree(module, graph, exported, exported.tensors, exported.results)
+    for tensors in calls if agree else ():
         unmet = [g for g in exported.guards if not g.holds(shapes_of(tensors))]
-        if not all(g.only_excludes for g in unmet) or not _agree(module, graph, exported, tensors):
-            raise CaptureError("its graph computes something else than its code in single steps")
+        agree = all(g.only_excludes for g in unmet) and _agree(module, graph, exported, tensors)
+        if not agree:
+            break
         exported.guards = [g for g in exported.guards if g not in unmet]
+    if not agree:
+        raise CaptureError("with a cache, its graph computes something else than its code")
 
 
 def _ones(exported: Exported) -> Iterator[tuple[Condition, list[Tensor]]]:
