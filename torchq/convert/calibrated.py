@@ -36,7 +36,8 @@ def check_has_data(prepared: nn.Module, op: str = "convert") -> None:
         if op == "quantize":
             raise TypeError(
                 "torchq.quantize: data must be batches to calibrate with, got None, and a model "
-                "that has static layers. Pass a list of batches, or QConfig(dynamic=True)."
+                "that has static layers, a recipe or min_sqnr. Pass a list of batches, or "
+                "QConfig(dynamic=True) without min_sqnr."
             )
         raise RuntimeError(
             f"torchq.{op}: prepared must be calibrated, got a model that has seen no data. Call "

@@ -125,7 +125,7 @@ def _coarse(row: Row, leaf: ObservedRNN | ObservedRNNCell, why: str) -> list[Row
 
 def _updated(rows: Sequence[Row], before: Plan, after: Plan) -> Sequence[Row]:
     """Return a report with what another plan of the same graph says."""
-    if not after.coarse:
+    if after.ops is before.ops:
         return rows
     old, new = ({row.name: row for row in report_rows(plan)} for plan in (before, after))
     found = []

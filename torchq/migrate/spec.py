@@ -129,10 +129,16 @@ class Spec:
 
     def _config(self, key: object, value: object) -> QConfig:
         """Return the configuration that one of torchq or torch.ao is for dynamic layers."""
+        name = getattr(key, "__name__", key)
         if isinstance(value, QConfig):
+            if value.min_sqnr is not None:
+                raise ValueError(
+                    f"torchq.quantize_dynamic: qconfig_spec[{name}] must have no min_sqnr, got "
+                    f"{value.min_sqnr:g}: it takes calibration data. Call torchq.quantize(model, "
+                    "data, config=config)."
+                )
             return replace(value, dynamic=True)
         make = getattr(value, "weight", None)
-        name = getattr(key, "__name__", key)
         if not callable(make):
             raise ValueError(
                 f"torchq.quantize_dynamic: qconfig_spec[{name}] must be None, a torchq.QConfig or "

@@ -107,14 +107,17 @@ def prepare_qat(
 
 
 def _check_recipes(prepared: nn.Module) -> None:
-    """Raise ValueError for a linear layer whose recipe needs calibration, which training is not."""
+    """Raise ValueError for a linear layer that needs calibration, which training is not."""
     for name, leaf in prepared.named_modules():
         if isinstance(leaf, ObservedLeaf) and leaf.sample is not None:
             bits = "weight_bits=4, " if leaf.config.weight_bits == 4 else ""
+            limit = leaf.config.min_sqnr
+            told = f"recipe must be 'fast' for linear layers, got {leaf.config.recipe!r}"
+            if limit is not None:
+                told = f"min_sqnr must be None for linear layers, got {limit:g}"
             raise ValueError(
-                f"torchq.prepare_qat: recipe must be 'fast' for linear layers, got "
-                f"{leaf.config.recipe!r} for '{name}': other recipes choose by calibration data. "
-                f"Leave recipe out, or quantize such layers at run time: overrides={{{name!r}: "
+                f"torchq.prepare_qat: {told} for '{name}': it chooses by calibration data. Leave "
+                f"it out, or quantize such layers at run time: overrides={{{name!r}: "
                 f"torchq.QConfig({bits}dynamic=True)}}."
             )
 

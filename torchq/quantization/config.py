@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
@@ -85,6 +86,8 @@ class QConfig:
             a recipe other than "fast". It holds for linear layers; others then take 8.
         group_size: values of a row of a 4-bit weight that share a scale: 32, 64 or 128; None is 32.
             The last group of a row may be smaller.
+        min_sqnr: decibels that the result of a linear layer must keep with 4-bit weights, on the
+            calibration data; the layer has 8 bits where it would keep less. None asks nothing.
         dynamic: choose activation parameters at run time; the observer is then not used.
         embedding_bits: 8 or 4 quantizes the rows of embeddings, each with a scale and an offset;
             None keeps embeddings float. Rows need no data: the prepared model has them already.
@@ -125,6 +128,7 @@ class QConfig:
     embedding_bits: EmbeddingBits | None = None
     group_size: GroupSize | None = None
     check_inputs: bool = False
+    min_sqnr: float | None = None
 
     def __post_init__(self) -> None:
         """Validate every field."""
@@ -165,6 +169,27 @@ class QConfig:
                     f"torchq.QConfig: group_size must be None with weight_bits={bits}, got "
                     f"{group_size}. Only 4-bit weights have groups."
                 )
+        self._check_min_sqnr()
+
+    def _check_min_sqnr(self) -> None:
+        limit = self.min_sqnr
+        if limit is None:
+            return
+        if isinstance(limit, bool) or not isinstance(limit, int | float):
+            raise TypeError(
+                f"torchq.QConfig: min_sqnr must be a number of decibels or None, got "
+                f"{type(limit).__name__}. Write min_sqnr=20.0, say."
+            )
+        if not math.isfinite(limit):
+            raise ValueError(
+                f"torchq.QConfig: min_sqnr must be finite, got {limit}. Use weight_bits=8 for 8 "
+                "bits everywhere, and None for 4."
+            )
+        if self.weight_bits != 4:
+            raise ValueError(
+                f"torchq.QConfig: min_sqnr must be None with weight_bits={self.weight_bits}, got "
+                f"{limit}. It keeps layers at 8 bits that would lose too much at 4."
+            )
 
     def _check_observer(self) -> None:
         observer = self.activation_observer
@@ -236,7 +261,8 @@ class QConfig:
 
     def _weights(self) -> str:
         if self.weight_bits == 4:
-            return f"s4 in groups of {self.group_size or 32}"
+            less = "" if self.min_sqnr is None else f", or s8 below {self.min_sqnr:g} dB"
+            return f"s4 in groups of {self.group_size or 32}{less}"
         return f"s8{_bits_suffix(self.weight_bits)} {self.weight_granularity}"
 
     def _observer_name(self) -> str:

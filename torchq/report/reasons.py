@@ -110,6 +110,8 @@ ROUNDED = "smoothing {alpha:g}{more}, {before} -> {after}"
 COPIES = "its weight has {count} int8 copies: {why}"
 FACTORS = "channels of its source have factors"
 BATCH_NORM = "a batch norm is in its integers"
+EIGHT_BITS = "8 bits: its result would have {left:.1f} dB with 4, below min_sqnr={limit:g}"
+EIGHT_UNSEEN = "8 bits: no calibration data reached it, so nothing tells what 4 would cost"
 SAMPLED = "a sample of its source chose their rounding"
 OTHER_SCALES = "its calls have other scales or bits"
 

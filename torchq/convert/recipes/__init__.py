@@ -2,7 +2,8 @@
 """The recipes: what calibration records for them, and what they make of it, in order.
 
 A new recipe is a class with two methods, in a file of its own, and a line in the list here; its
-arithmetic is in :mod:`torchq.quantization.recipes`. A new kind of adjustment is a field of
+arithmetic is in :mod:`torchq.quantization.recipes`. What an override could say, too, goes into the
+plan: graphs, leaves and the report follow it. A new kind of adjustment is a field of
 :class:`~torchq.convert.settled.Settled`, which ``lower.py`` reads for graphs, and
 ``converted_leaves.py`` for leaves.
 """
@@ -15,6 +16,7 @@ from typing import Protocol
 
 from torchq.convert.recipes.concatenations import Concatenations
 from torchq.convert.recipes.equalization import Equalization
+from torchq.convert.recipes.mixed_bits import MixedBits
 from torchq.convert.recipes.outliers import Outliers
 from torchq.convert.recipes.rows import RowRule
 from torchq.convert.recipes.samples import Samples
@@ -35,6 +37,7 @@ class Recipe(Protocol):
 
 RECIPES: tuple[Recipe, ...] = (
     RowRule(),  # finds what one scale does not suit; planning/coarse.py makes it dynamic or float
+    MixedBits(),  # 8 bits for layers that lose too much with 4
     Samples(),  # weights of dynamic linear layers, rounded for their sources
     Concatenations(),  # sources that others read, too: which take the parameters of the result
     Outliers(),  # a few large channels: smoothed, or computed apart
