@@ -177,6 +177,34 @@ def test_other_caches_masks_and_options_take_the_models_own_code() -> None:
         converted(ids, cache=before)  # of another batch
 
 
+@torch.no_grad()
+def test_rows_that_the_mask_or_positions_do_not_have() -> None:
+    converted, dispatch = quantized(model())
+    ids, mask = tokens(2, 5), torch.ones(1, 5, dtype=torch.long)
+    with pytest.warns(UserWarning, match="cache, mask or positions are of other kinds"):
+        found = converted(ids, attention_mask=mask)
+    assert_near(found, own(converted, ids, attention_mask=mask))
+    positions = torch.arange(5).expand(3, 5)
+    with pytest.raises(ValueError, match=r"src must be \(\*, 32\)"):  # as of the model's own code
+        converted(ids[:1], attention_mask=mask, position_ids=positions)
+    assert dispatch.graph_calls == 0
+
+
+@torch.no_grad()
+def test_an_argument_given_twice() -> None:
+    converted, dispatch = quantized(model())
+    ids, cache = tokens(1, 5), tf.DynamicCache()
+    with pytest.raises(TypeError, match="multiple values for argument 'input_ids'"):
+        converted(ids, input_ids=ids)
+    with pytest.raises(TypeError, match="multiple values for argument 'cache'"):
+        converted(ids, None, None, None, past_key_values=cache)
+    with pytest.raises(TypeError, match="takes from 1 to"):
+        converted(*[ids] * 20)
+    with pytest.warns(UserWarning, match="its argument 'cache' is given twice"):
+        assert converted(ids, cache=cache, past_key_values=None).cache is cache
+    assert cache.get_seq_length() == 5 and dispatch.graph_calls == 0
+
+
 def test_a_static_conversion_is_saved_with_its_graph(tmp_path: Path) -> None:
     float_model = model("a mixture")
     data = [(tokens(2, length),) for length in (6, 10)]

@@ -50,13 +50,19 @@ class _Form:
     kinds: tuple[tuple[int, int, torch.dtype], ...]
 
     def named(self, args: Args, kwargs: Kwargs) -> _Given:
-        """Return the arguments of a call by their names."""
+        """Return the arguments of a call by their names.
+
+        Raises:
+            TypeError: there are too many of them, or one is given twice.
+        """
+        given = dict(zip(self.parameters, args, strict=False))
+        for name, value in kwargs.items():
+            known = self.cache if name in _CACHES else name  # transformers takes both names
+            if known in given:
+                raise TypeError(f"its argument '{known}' is given twice")
+            given[known] = value
         if len(args) > len(self.parameters):
-            raise TypeError("more arguments than parameters")
-        given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
-        for name in _CACHES:  # transformers takes the other name, too
-            if name in given and name != self.cache:
-                given[self.cache] = given.pop(name)
+            raise TypeError("it has more arguments than the model has parameters")
         return given
 
     def tensors(self, given: _Given) -> _Given | None:
@@ -78,10 +84,10 @@ class _Form:
             mask = ids.new_ones(batch, length + count)
         if positions is None:
             positions = torch.arange(length, length + count).expand(batch, count)
-        for tensor, size in ((mask, length + count), (positions, count)):
+        for tensor, rows, size in ((mask, {batch}, length + count), (positions, {1, batch}, count)):
             if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.dim() != 2:
                 return None
-            if tensor.shape[1] != size:
+            if tensor.shape[0] not in rows or tensor.shape[1] != size:
                 return None
         found = {name: value for name, value in given.items() if name != "use_cache"}
         found |= {_MASK: mask.long(), _POSITIONS: positions.expand(batch, count), self.cache: past}
@@ -181,7 +187,10 @@ class CachedExample(Example):
     def why(self, args: Args, kwargs: Kwargs) -> str:
         """Return what of a call does not meet the guards."""
         form = self._form()
-        call = form.tensors(form.named(args, kwargs))
+        try:
+            call = form.tensors(form.named(args, kwargs))
+        except TypeError as error:
+            return str(error)
         if call is None:
             return "its cache, mask or positions are of other kinds than those of generate"
         return super().why((), call)
