@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax and normalizations of uint8 and int8 tensors; layer and RMS norm of float32 ones, too.
+"""Softmax and normalizations of uint8 and int8 tensors; layer, RMS and group norm of float32 too.
 
 All dequantize an integer source, ``x = src_scale * (q - src_zero_point)``, and write
 ``clamp(rne(fma(y, 1 / dst_scale, dst_zero_point)))``, or ``y`` itself to float32. oneDNN instead
@@ -39,7 +39,7 @@ def softmax(
         post_op_srcs: as in :func:`eltwise`.
 
     Raises:
-        TypeError: ``src`` is neither uint8 nor int8, or one of ``post_op_srcs`` has another dtype.
+        TypeError: ``src`` or one of ``post_op_srcs`` has another dtype.
         ValueError: ``dim`` does not exist, ``attr`` sets other arguments, or shapes do not fit.
         NotImplementedError: another mask of scales or zero points, or ``dw_conv``.
     """
@@ -88,7 +88,7 @@ def layer_norm(
 
     Errors as in :func:`softmax`.
     """
-    params = _params("layer_norm", src, attr, dst_dtype, post_op_srcs, takes_float=True)
+    params = _params("layer_norm", src, attr, dst_dtype, post_op_srcs)
     dims = _last_dims("layer_norm", src, normalized_shape)
     result: Tensor = torch.ops.torchq.layer_norm(src, dims, weight, bias, eps, *params)
     return result
@@ -120,7 +120,7 @@ def rms_norm(
 
     Errors as in :func:`softmax`.
     """
-    params = _params("rms_norm", src, attr, dst_dtype, post_op_srcs, takes_float=True)
+    params = _params("rms_norm", src, attr, dst_dtype, post_op_srcs)
     dims = _last_dims("rms_norm", src, normalized_shape)
     eps = torch.finfo(torch.float32).eps if eps is None else eps
     result: Tensor = torch.ops.torchq.rms_norm(src, dims, weight, eps, *params)
@@ -152,7 +152,13 @@ def group_norm(
     """:func:`layer_norm` over groups of channels and all positions of ``(N, C, ...)``.
 
     ``weight`` and ``bias`` have one float32 per channel; ``num_groups = C`` is instance norm. dst
-    is channels-last.
+    is channels-last: for ``(N, C, L)``, strides ``(C * L, 1, C)``. A source with these strides is
+    read in place, any other is copied first.
+
+    A float32 source has, per channel and 64 positions, sums of float32 of ``x - x_0`` and of its
+    square, where ``x_0`` is the first of them, and double sums of these. With the mean ``m``, ``c =
+    float(m)`` and ``g = 1 / sqrt(variance + eps)``, ``y = fma(fma(x - c, float(g), float((c - m)
+    g)), weight, bias)``.
     """
     params = _params("group_norm", src, attr, dst_dtype, post_op_srcs)
     groups = integer("group_norm", "num_groups", num_groups)
@@ -177,6 +183,7 @@ def batch_norm(
     multiplied out in double: ``y = fma(float(q - src_zero_point), factor[c], shift[c])``. dst is
     channels-last. Where a convolution precedes, fuse it.
     """
+    check_8bit("batch_norm", "src", src)
     params = _params("batch_norm", src, attr, dst_dtype, post_op_srcs)
     result: Tensor = torch.ops.torchq.batch_norm(
         src, running_mean, running_var, weight, bias, eps, *params
@@ -185,11 +192,10 @@ def batch_norm(
 
 
 def _params(
-    op: str, src: Tensor, attr: Attr | None, dst_dtype: torch.dtype, srcs: Sequence[Tensor],
-    takes_float: bool = False,
-) -> tuple[Tensor, Tensor, int, str, list[Tensor] | None]:  # fmt: skip
+    op: str, src: Tensor, attr: Attr | None, dst_dtype: torch.dtype, srcs: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, int, str, list[Tensor] | None]:
     """Return the last arguments of every op here; dst has the dims of src."""
-    if not (takes_float and isinstance(src, Tensor) and src.dtype == torch.float32):
+    if not (isinstance(src, Tensor) and src.dtype == torch.float32):
         check_8bit(op, "src", src)
     return real_arguments(op, attr, ["src", "dst"], dst_dtype, srcs, lambda: src.shape)
 
@@ -203,6 +209,7 @@ def _softmax(
     dst_dtype: torch.dtype,
     post_op_srcs: Sequence[Tensor],
 ) -> Tensor:
+    check_8bit(op, "src", src)
     params = _params(op, src, attr, dst_dtype, post_op_srcs)
     dim = integer(op, "dim", dim)
     result: Tensor = torch.ops.torchq.softmax(src, dim, logarithmic, *params)
