@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import Argument
+from torch.nn.modules.conv import _ConvNd
 
-from torchq.capture.graph import is_reserved
+from torchq.capture.graph import aten_name, is_reserved
 from torchq.capture.ops import Op, Role, Split, is_resampling, reads_strides
 from torchq.capture.patterns import arguments_of
 from torchq.convert.quantized_layers import lookup, quantized
@@ -22,7 +23,7 @@ from torchq.models.state import twin
 from torchq.nn.attention import DynamicQAttention
 from torchq.nn.float_modules import Attention, Cat
 from torchq.nn.from_float import naming, pool_from_float
-from torchq.nn.normalization import QRMSNorm
+from torchq.nn.normalization import QGroupNorm, QRMSNorm
 from torchq.nn.packed_weights import PackedWeights
 from torchq.nn.pad import QPad
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
@@ -57,10 +58,13 @@ class Lowering:
         self._attributes: dict[int, str] = {}  # id of a tensor -> name in the converted model
         self._float: dict[fx.Node, fx.Node] = {}
         self._int8: dict[fx.Node, fx.Node] = {}
+        self._channels_last = set[fx.Node]()
 
     def run(self) -> QuantizedGraph:
         """Return the converted model."""
         for node in self.plan.captured.graph.nodes:
+            if self._is_channels_last(node):
+                self._channels_last.add(node)
             layer = self.plan.layer_at.get(node)
             op, dynamic = self.plan.ops.get(node), self.plan.dynamic_at.get(node)
             if layer is not None:
@@ -69,6 +73,8 @@ class Lowering:
                 self._float[node] = self._dynamic(dynamic)
             elif op is not None and op.node.target is torch.rms_norm:
                 self._float[node] = self._rms_norm(op)
+            elif op is not None and node in self._channels_last and _is_group_norm(node):
+                self._float[node] = self._group_norm(op)
             elif node.op in ("placeholder", "output") or (
                 node not in self.plan.inside and op is not None and not self._is_lazy(op)
             ):
@@ -78,6 +84,22 @@ class Lowering:
     def _is_lazy(self, op: Op) -> bool:
         kinds = (Role.SHAPE, Role.MOVE, Role.PASS, Role.POOL, Role.PAD, Role.FAKE)
         return op.role in kinds
+
+    def _is_channels_last(self, node: fx.Node) -> bool:
+        """Return whether a value comes from convolutions alone, by functions of each element."""
+        layer, op = self.plan.layer_at.get(node), self.plan.ops.get(node)
+        if layer is not None:
+            op = layer.op
+            if op.role is Role.NORM or isinstance(op.module, _ConvNd):
+                return True
+        kinds = (Role.UNARY, Role.COMBINE, Role.PASS)
+        if op is None or isinstance(op.module, Cat):
+            return False
+        if op.role not in kinds and not _is_group_norm(node):
+            return False
+        shape = node.meta["value"].shape
+        srcs = {src for src in op.node.all_input_nodes if src.meta["value"].shape == shape}
+        return bool(srcs) and srcs <= self._channels_last
 
     def qparams(self, node: fx.Node) -> QParams:
         """Parameters of the group of a node."""
@@ -336,6 +358,15 @@ class Lowering:
         norm = QRMSNorm(None, None, a.normalized_shape, a.weight, a.eps)
         return self.call(op.name, norm, self.float_of(a.input))
 
+    def _group_norm(self, op: Op) -> fx.Node:
+        """Return torchq's group norm of float32: torch copies channels-last sequences to others."""
+        a = arguments_of(op.node)
+        if a.why_varying("input") or op.node.meta["value"].dtype != torch.float32:
+            return self._copy(op.node)
+        channels = op.node.meta["value"].shape[1]
+        norm = QGroupNorm(None, None, a.num_groups, channels, a.weight, a.bias, a.eps)
+        return self.call(op.name, norm, self.float_of(a.input))
+
     def _attention_arguments(self, op: Op) -> list[Argument]:
         """Return the mask, and the scale where it is known at run time only.
 
@@ -390,3 +421,7 @@ class Lowering:
         if made or not alone:
             return self.int8_of(node)
         return self.float_of(node)
+
+
+def _is_group_norm(node: fx.Node) -> bool:
+    return aten_name(node) == "group_norm"
