@@ -15,6 +15,7 @@ from cases import random_q
 from test_eltwise import DST, PARAMS, attr_of, refuse
 from torch import Tensor
 
+import torchq
 import torchq.functional as TF
 
 LAST = torch.channels_last
@@ -42,6 +43,31 @@ def test_softmax(isa: str, logarithmic: bool, shape: tuple[int, ...]):
             error = error + 2**-22 * (exact.abs() + to[0] * abs(to[1]))
         assert got.dtype == dst_dtype
         reference.near(got, exact, to, error)
+
+
+@pytest.mark.parametrize("logarithmic", [False, True], ids=["softmax", "log"])
+@pytest.mark.parametrize("shape", [(5, 10), (3, 7, 1100), (4, 1), (2, 0), (70, 3, 4)], ids=str)
+def test_softmax_of_floats(isa: str, logarithmic: bool, shape: tuple[int, ...]):
+    function = TF.log_softmax if logarithmic else TF.softmax
+    src = 10 * torch.randn(shape)
+    if src.numel():
+        src[0, :-1] = -math.inf  # as masks do
+        src[1] += 1e4
+    for dtype, dim in itertools.product((U8, S8, S32, F32), (-1, 0)):
+        to = DST[dtype] if logarithmic or dtype == F32 else (1 / 256, 3)
+        got = function(src, dim, attr_of(dst=to), dtype)
+        if not src.numel():
+            assert got.shape == shape
+            continue
+        with torchq.use_isa("reference"):
+            assert_same(got, function(src, dim, attr_of(dst=to), dtype), dtype)
+        exact = reference.softmax(src, dim, (1.0, 0), logarithmic)
+        below = src.double().amax(dim, keepdim=True) - src
+        steps = 2**-24 * (42 + src.shape[dim] / 512 + below.nan_to_num(posinf=1e3).clamp(max=1e3))
+        error = (steps + 2**-23 * exact.abs()) if logarithmic else steps * exact + 2**-126
+        if dtype != F32:
+            error = error + 2**-22 * (exact.abs() + to[0] * abs(to[1]))
+        reference.near(got, exact, to, error.nan_to_num(posinf=1e30))
 
 
 def test_softmax_dequantizes_its_source():
@@ -328,6 +354,7 @@ def test_threads(isa: str):
         lambda: TF.softmax(src, 1),
         lambda: TF.layer_norm(src, [31]),
         lambda: TF.rms_norm(src.float(), [31]),
+        lambda: TF.softmax(src.float(), 1),
         lambda: TF.group_norm(src, 3),
         lambda: TF.group_norm(src.mT, 1),
         lambda: TF.group_norm(src.float(), 3),
@@ -347,7 +374,7 @@ def test_threads(isa: str):
 def test_errors():
     q, x = random_q((2, 6, 5), U8), torch.rand(2, 6, 5)
     for call in (
-        lambda: TF.softmax(x),
+        lambda: TF.softmax(x.double()),
         lambda: TF.layer_norm(x.double(), [5]),
         lambda: TF.rms_norm(x.double(), [5]),
         lambda: TF.group_norm(x.double(), 2),
@@ -360,7 +387,7 @@ def test_errors():
     refuse(ValueError, "src must end in normalized_shape", TF.layer_norm, q, [6])
     refuse(ValueError, "weight must have 5 values", TF.layer_norm, q, [5], torch.ones(6))
     attr = attr_of(src=(0.5, 0))
-    calls = ((TF.layer_norm, [5]), (TF.rms_norm, [5]), (TF.group_norm, 2))
+    calls = ((TF.layer_norm, [5]), (TF.rms_norm, [5]), (TF.group_norm, 2), (TF.softmax, 1))
     for norm, value in calls:
         refuse(ValueError, "float32 src must have scale 1, got 0.5", norm, x, value, attr=attr)
     refuse(ValueError, "src must end in normalized_shape", TF.rms_norm, x, [6, 5, 1])

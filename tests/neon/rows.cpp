@@ -24,12 +24,13 @@ void check_real(RealRow Args::* dst, Args args, int64_t size, Entry entry, const
 
 void check_softmax(const Kernels& k) {
   SoftmaxRow s{};
-  s.is_signed = chance(50);
+  s.src_dtype = pick({DType::u8, DType::s8, DType::f32});
   s.size = chance(20) ? between(500, 1100) : between(1, 100);
   s.scale = within(1.0f);
   s.logarithmic = chance(50);
-  const Buffer<uint8_t> src = random_bytes(s.size);
-  s.src = src.data();
+  const Buffer<uint8_t> bytes = random_bytes(s.size);
+  const Buffer<float> floats = any_floats(s.size, 10.0f);
+  s.src = s.src_dtype == DType::f32 ? static_cast<const void*>(floats.data()) : bytes.data();
   Buffer<float> values((s.size + kPanel - 1) / kPanel * kPanel);
   s.values = values.data();
   begin_case("softmax",

@@ -81,6 +81,11 @@ MODULES: dict[str, tuple[Callable[[Any], tnn.QModule], Function, tuple[int, ...]
         ),
         (2, 6, 5, 3),
     ),
+    "softmax of float": (
+        lambda d: tnn.QSoftmax(None, d, 1, False, CHAIN),
+        lambda x, **k: TF.softmax(x, 1, **k),
+        (3, 6, 5),
+    ),
 }
 
 
@@ -132,8 +137,7 @@ def test_from_float_is_close() -> None:
         real = fine.scale * q.float()
         got = kind.from_float(module, fine, None)(q)
         assert torch.allclose(got, module(real), atol=1e-5)
-        if kind is not tnn.QSoftmax:
-            assert torch.allclose(kind.from_float(module, None, None)(x), module(x), atol=1e-5)
+        assert torch.allclose(kind.from_float(module, None, None)(x), module(x), atol=1e-5)
 
 
 def test_errors() -> None:

@@ -195,8 +195,8 @@ def centered(q: Tensor, params: Params) -> Tensor:
 
 
 def softmax(q: Tensor, dim: int, params: Params, logarithmic: bool) -> Tensor:
-    """In float64, of properly dequantized values: compare with `near`."""
-    x = centered(q, params).double() * f64(params[0])
+    """In float64, of float32 or properly dequantized values: compare with `near`."""
+    x = q.double() if q.is_floating_point() else centered(q, params).double() * f64(params[0])
     return x.log_softmax(dim) if logarithmic else x.softmax(dim)
 
 

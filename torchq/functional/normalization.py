@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax and normalizations of uint8 and int8 tensors; layer, RMS and group norm of float32 too.
+"""Softmax and normalizations of uint8, int8 and, except batch norm, float32 tensors.
 
 All dequantize an integer source, ``x = src_scale * (q - src_zero_point)``, and write
 ``clamp(rne(fma(y, 1 / dst_scale, dst_zero_point)))``, or ``y`` itself to float32. oneDNN instead
@@ -27,14 +27,15 @@ def softmax(
 ) -> Tensor:
     """``y_i = e_i / sum_j e_j`` along ``dim``, with ``e_i = exp(x_i - max_j x_j)``.
 
-    In float32: ``x_i - max_j x_j`` is ``src_scale * float(q_i - max_j q_j)``, the quotient
-    ``e_i * (1 / sum)``, and the sum runs in 16 lanes, block by block.
+    In float32: ``x_i - max_j x_j`` of an integer source is ``src_scale * float(q_i - max_j q_j)``,
+    the quotient ``e_i * (1 / sum)``, and the sum runs in 16 lanes, block by block.
 
     Args:
-        src: uint8 or int8, any shape and strides.
+        src: uint8, int8 or float32, any shape and strides.
         dim: may be negative. It is innermost in the memory of dst.
-        attr: scales and zero points of ``src`` and ``dst``, mask 0; post-ops, in float32, their
-            masks indexing the dims of dst. The usual 8-bit destination is uint8 with scale 1 / 256.
+        attr: scales and zero points of ``dst`` and of an integer ``src``, mask 0; post-ops, in
+            float32, their masks indexing the dims of dst. The usual 8-bit destination is uint8 with
+            scale 1 / 256.
         dst_dtype: torch.uint8, int8, int32 or float32 (without scale).
         post_op_srcs: as in :func:`eltwise`.
 
@@ -82,7 +83,7 @@ def layer_norm(
         weight: float32 of ``normalized_shape``, or None for 1.
         bias: float32 of ``normalized_shape``, or None for 0.
         eps: at least 0, in squared real units.
-        attr: scales and zero points of ``dst`` and of an integer ``src``, mask 0; post-ops.
+        attr: as in :func:`softmax`.
         dst_dtype: torch.uint8, int8, int32 or float32 (without scale).
         post_op_srcs: as in :func:`softmax`.
 
@@ -114,7 +115,7 @@ def rms_norm(
         normalized_shape: as for ``torch.nn.functional.rms_norm``.
         weight: float32 of ``normalized_shape``, or None for 1.
         eps: at least 0, in squared real units; None is 2**-23, as for ``torch.nn.RMSNorm``.
-        attr: as in :func:`layer_norm`.
+        attr: as in :func:`softmax`.
         dst_dtype: torch.uint8, int8, int32 or float32 (without scale).
         post_op_srcs: as in :func:`softmax`.
 
@@ -209,7 +210,6 @@ def _softmax(
     dst_dtype: torch.dtype,
     post_op_srcs: Sequence[Tensor],
 ) -> Tensor:
-    check_8bit(op, "src", src)
     params = _params(op, src, attr, dst_dtype, post_op_srcs)
     dim = integer(op, "dim", dim)
     result: Tensor = torch.ops.torchq.softmax(src, dim, logarithmic, *params)

@@ -86,7 +86,8 @@ class QSoftmax(_QNorm):
     """``quantize(post_ops(softmax(real(src))))`` along ``dim``: :func:`torchq.functional.softmax`.
 
     Shapes:
-        src: any, of the source dtype; float32 is quantized with the source's parameters.
+        src: any, of the source dtype; float32 is quantized with the source's parameters, or read as
+            it is where these are None.
         dst: the same, uint8, int8 or float32.
 
     Raises:
@@ -96,7 +97,7 @@ class QSoftmax(_QNorm):
 
     def __init__(
         self,
-        src: QParams,
+        src: QParams | None,
         dst: QParams | None = None,
         dim: int = -1,
         logarithmic: bool = False,
@@ -112,7 +113,7 @@ class QSoftmax(_QNorm):
 
     @classmethod
     def from_float(
-        cls, module: nn.Softmax | nn.LogSoftmax, src: QParams, dst: QParams | None = None
+        cls, module: nn.Softmax | nn.LogSoftmax, src: QParams | None, dst: QParams | None = None
     ) -> "QSoftmax":
         """Make the quantized form of a module whose ``dim`` is given."""
         if module.dim is None:
@@ -125,7 +126,7 @@ class QSoftmax(_QNorm):
     def forward(self, src: Tensor) -> Tensor:
         """Apply it."""
         dst: Tensor = torch.ops.torchq.softmax(
-            self._quantized_src(src),
+            self._source(src),
             self.dim,
             self.logarithmic,
             self.scales,

@@ -16,17 +16,17 @@ struct RealRow {
 };
 
 // clang-format off
-/// One row of softmax, in float32, from q = src (as far as the largest q, the zero point drops out):
+/// One row of softmax, in float32, from x = src (less the largest, so that zero points drop out):
 ///
-///   z[i] = scale * float(q[i] - max q)        e[i] = exp(z[i])
+///   z[i] = scale * (x[i] - max x)             e[i] = exp(z[i])
 ///   S    = the sum of e: 16 lanes, lane j having i = j, j + 16, ...; each lane adds blocks of
 ///          kSumBlock / 16 of its values, then the blocks' sums, all in order of i. Lanes j and
 ///          j + 8 are added, then j and j + 4, j + 2, j + 1.
 ///   dst  = e * (1 / S), or, logarithmic, z - log(S)
 // clang-format on
 struct SoftmaxRow {
-  const uint8_t* src;
-  bool is_signed;
+  const void* src;
+  DType src_dtype;  // u8, s8 or f32
   int64_t size;
   float scale;
   bool logarithmic;

@@ -42,14 +42,10 @@ float sum_row(int64_t size, Value value) {
 }
 
 void softmax(const SoftmaxRow& s) {
-  int32_t largest = integer_at(s.src, s.is_signed, 0);
-  for (int64_t i = 1; i < s.size; ++i) {
-    const int32_t q = integer_at(s.src, s.is_signed, i);
-    largest = q > largest ? q : largest;
-  }
-  const auto z = [&](int64_t i) {
-    return s.scale * static_cast<float>(integer_at(s.src, s.is_signed, i) - largest);
-  };
+  const auto value = [&](int64_t i) { return load_value(s.src, s.src_dtype, i, 0); };
+  float largest = value(0);
+  for (int64_t i = 1; i < s.size; ++i) largest = max_float(value(i), largest);
+  const auto z = [&](int64_t i) { return s.scale * (value(i) - largest); };
   for (int64_t i = 0; i < s.size; ++i) s.values[i] = Math<Scalar>::exp_normal(z(i));
   const float sum = sum_row(s.size, [&](int64_t i) { return s.values[i]; });
   const float inverse = 1.0f / sum, log_sum = Math<Scalar>::log(sum);

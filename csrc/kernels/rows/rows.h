@@ -81,15 +81,33 @@ TORCHQ_INLINE float sum_row(int64_t size, Value value) {
   return Isa::sum_halves(sum);
 }
 
+/// Any of them where one is NaN.
+template <class Isa>
+TORCHQ_INLINE float largest_of(const float* src, int64_t size) {
+  if (size < kPanel) {
+    float lanes[kPanel];
+    for (int64_t i = 0; i < kPanel; ++i) lanes[i] = src[i < size ? i : 0];
+    return Isa::largest_lane(Isa::load(lanes));
+  }
+  auto best = Isa::load(src + size - kPanel);
+  for (int64_t i = 0; i + kPanel < size; i += kPanel) best = Isa::max(best, Isa::load(src + i));
+  return Isa::largest_lane(best);
+}
+
 /// values = z if kLogarithmic, else e; returns the sum S of e.
-template <class Isa, bool kLogarithmic>
+template <class Isa, bool kLogarithmic, DType kSrc>
 TORCHQ_INLINE float exponentials(const SoftmaxRow& s) {
   using Float = typename Isa::Float;
-  const auto largest = Isa::set_int(largest_of<Isa>(s.src, s.size, s.is_signed));
-  const Float scale = Isa::set(s.scale);
+  float max;
+  if constexpr (kSrc == DType::f32) {
+    max = largest_of<Isa>(static_cast<const float*>(s.src), s.size);
+  } else {
+    const auto* bytes = static_cast<const uint8_t*>(s.src);
+    max = static_cast<float>(largest_of<Isa>(bytes, s.size, kSrc == DType::s8));
+  }
+  const Float largest = Isa::set(max), scale = Isa::set(s.scale);
   return sum_row<Isa>(s.size, [&](int64_t i, auto m) {
-    const auto q = load_q<Isa>(s.src + i, s.is_signed, m);
-    const Float z = Isa::mul(scale, Isa::to_float(Isa::sub(q, largest)));
+    const Float z = Isa::mul(scale, Isa::sub(load_real<Isa, kSrc>(s.src, i, m), largest));
     const Float e = Math<Isa>::exp_normal(z);
     Isa::store(s.values + i, kLogarithmic ? z : e);
     return e;
@@ -123,7 +141,11 @@ bool row_range(const float* src, int64_t size, float* lo, float* hi) {
 
 template <class Isa>
 void softmax(const SoftmaxRow& s) {
-  const float sum = s.logarithmic ? exponentials<Isa, true>(s) : exponentials<Isa, false>(s);
+  float sum = 0;
+  with_real_dtype(s.src_dtype, [&](auto src) {
+    constexpr DType kSrc = decltype(src)::value;
+    sum = s.logarithmic ? exponentials<Isa, true, kSrc>(s) : exponentials<Isa, false, kSrc>(s);
+  });
   with_real_dtype(s.dst.dtype, [&](auto dst) {
     constexpr DType kDst = decltype(dst)::value;
     if (s.logarithmic) {

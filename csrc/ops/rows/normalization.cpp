@@ -39,9 +39,7 @@ at::Tensor softmax(const at::Tensor& src, int64_t dim, bool logarithmic, const a
   OpTrace trace("softmax");
   const Kernels& tier = kernels();
   trace.ran(tier, "softmax");
-  check_src("softmax", "src", src);
-  const auto params =
-      read_params("softmax", scales, zero_points, {src}, dst_dtype_of("softmax", dst_dtype));
+  const auto params = read_real_params("softmax", src, scales, zero_points, dst_dtype);
   TORCH_CHECK_VALUE(dim >= -src.dim() && dim < src.dim(), "torchq.softmax: dim must lie in [",
                     -src.dim(), ", ", src.dim() - 1, "] for src ", src.sizes(), ", got ", dim, ".");
   const bool is_last = dim == -1 || dim == src.dim() - 1;  // moving it would cost 1 us
@@ -51,15 +49,15 @@ at::Tensor softmax(const at::Tensor& src, int64_t dim, bool logarithmic, const a
   const RealOutput out({"softmax", tier, params[1], post_ops, post_op_srcs}, dst);
   trace.describe([&] { return describe_call({src}, dst, "", post_ops); });
   if (is_done(dst)) return dst;
-  const uint8_t* data = bytes_of(rows);
-  const bool is_signed = params[0].dtype == DType::s8;
+  const void* data = rows.const_data_ptr();
+  const Real& from = params[0];
   const int64_t n = rows.size(-1);
   store_rows(out, rows.numel() / n, n, [&](const Range& range, const RealRow& to) {
     ScratchFrame frame;
     float* values = frame.take<float>(n + kPanel);
     for (int64_t r = range.begin; r < range.end; ++r) {
-      tier.softmax({data + r * n, is_signed, n, params[0].scale, logarithmic, values,
-                    behind(to, (r - range.begin) * n)});
+      tier.softmax({element(data, from.dtype, r * n), from.dtype, n, from.scale, logarithmic,
+                    values, behind(to, (r - range.begin) * n)});
     }
   });
   return dst;
