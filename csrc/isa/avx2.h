@@ -209,7 +209,8 @@ struct Avx2 : Avx2Lanes {
   static TORCHQ_INLINE Bytes load_rows(const uint8_t* const (&p)[2], int count) {
     return _mm256_set_m128i(load_bytes(p[1], count), load_bytes(p[0], count));
   }
-  /// Half kHalf of two rows of taps interleaved, and what two of those make.
+  /// Half kHalf of two rows of taps interleaved, and what two of those make: quads 2 kHalf and
+  /// 2 kHalf + 1. Quad i, 128-bit lane L, element e: the four taps of byte 16 L + 4 i + e.
   template <int kHalf>
   static TORCHQ_INLINE Bytes pair_half(Bytes a, Bytes b) {
     return kHalf == 0 ? _mm256_unpacklo_epi8(a, b) : _mm256_unpackhi_epi8(a, b);

@@ -207,8 +207,7 @@ struct Avx512 : Avx512Lanes {
     return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
   }
   /// Half kHalf of two rows of taps interleaved, and what two of those make: quads 2 kHalf and
-  /// 2 kHalf + 1, of which quad j, 128-bit lane L, element e has the four taps of byte 16 L + 4 j +
-  /// e.
+  /// 2 kHalf + 1. Quad j, 128-bit lane L, element e: the four taps of byte 16 L + 4 j + e.
   template <int kHalf>
   static TORCHQ_INLINE Bytes pair_half(Bytes a, Bytes b) {
     return kHalf == 0 ? _mm512_unpacklo_epi8(a, b) : _mm512_unpackhi_epi8(a, b);
@@ -217,8 +216,8 @@ struct Avx512 : Avx512Lanes {
     quads[0] = _mm512_unpacklo_epi16(a, b);
     quads[1] = _mm512_unpackhi_epi16(a, b);
   }
-  /// Two vectors in lane order to words; two of those to bytes in natural
-  /// order: packing undoes it.
+  /// Two vectors in lane order to words; two of those to bytes in natural order: packing undoes
+  /// what interleaving did.
   static TORCHQ_INLINE Bytes pack_words(Int first, Int second) {
     return _mm512_packs_epi32(first, second);
   }
