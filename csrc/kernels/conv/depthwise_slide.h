@@ -100,13 +100,14 @@ struct Slide {
     interleave_taps<Isa, kHalf>(bytes, column);
   }
 
-  /// Adds a column's products with its weights: `kept` ones, or those at `w` in two steps.
-  static TORCHQ_INLINE void dot(Int& acc, Int column, const Int& kept, const int8_t* w) {
+  /// Adds a column's products with its weights: `kept` ones, or those in memory, in two steps.
+  static TORCHQ_INLINE void dot(Int& acc, Int column, const Int& kept, const int8_t* weight) {
     if constexpr (kSteps == 1) {
       Isa::dot(acc, column, kept);
     } else {
-      Isa::dot(acc, Isa::template split_src<0>(column), Isa::load_weight(w));
-      Isa::dot(acc, Isa::template split_src<1>(column), Isa::load_weight(w + 64));
+      const auto* w = reinterpret_cast<const int32_t*>(weight);
+      Isa::dot(acc, Isa::template split_src<0>(column), Isa::load_int(w));
+      Isa::dot(acc, Isa::template split_src<1>(column), Isa::load_int(w + kPanel));
     }
   }
 
