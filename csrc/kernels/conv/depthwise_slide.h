@@ -78,6 +78,8 @@ struct Slide {
   /// registers: kept and spilled by the compiler, they made a row 4 to 12 % slower.
   static constexpr bool kReread = Isa::kDepthwiseVectors == 4 && kStride == 1 && kSplit > 1;
   static constexpr int kParts = Isa::kDepthwiseVectors / 2;
+  /// True where plain results have a loop of their own: two steps of two parts would spill sums.
+  static constexpr bool kHasPlain = kSteps == 1 || kParts == 1;
   static constexpr int kRows = kPairs ? 4 : 3, kDst = kPairs ? 2 : 1;
   static constexpr int kNew = kSlideWidth - kStride;  // first of the columns that a pixel adds
   static constexpr int64_t kQuadBytes = int64_t{Isa::kDepthwiseVectors} * kSteps * 64;
@@ -113,13 +115,14 @@ struct Slide {
 
   static void run(const DepthwiseLayer& d, const DepthwiseChunk<Isa>& chunk, const SlideRows& rows,
                   int64_t x, int64_t pixels, const Epilogue& e) {
-    if (byte_epilogue(chunk, e).plain) {
-      half<0, true>(d, chunk, rows, x, pixels, e);
-      half<1, true>(d, chunk, rows, x, pixels, e);
-    } else {
-      half<0, false>(d, chunk, rows, x, pixels, e);
-      half<1, false>(d, chunk, rows, x, pixels, e);
+    if constexpr (kHasPlain) {
+      if (byte_epilogue(chunk, e).plain) {
+        half<0, true>(d, chunk, rows, x, pixels, e);
+        return half<1, true>(d, chunk, rows, x, pixels, e);
+      }
     }
+    half<0, false>(d, chunk, rows, x, pixels, e);
+    half<1, false>(d, chunk, rows, x, pixels, e);
   }
 
   /// The words of half 0 wait in the stash for those of half 1. kPlain: of plain results, three
