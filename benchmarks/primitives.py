@@ -86,14 +86,15 @@ def _pool(size: int, channels: int, kernel: int, stride: int, padding: int, alg:
     )
 
 
-def _softmax(*shape: int) -> Primitive:
+def _softmax(*shape: int, floating: bool = False) -> Primitive:
     return Primitive(
-        f"softmax {'x'.join(map(str, shape))}",
+        f"softmax {'of f32 ' * floating}{'x'.join(map(str, shape))}",
         (shape,),
         lambda data: (ops.softmax.default, [data[0], -1, False, *_scales(1, 1 / 256), CODE, ""]),
         lambda peer, data, options: peer.softmax(
             data[0], len(shape) - 1, dst_scale=1 / 256, dst_dtype=U8, **options
         ),
+        floating=floating,
     )
 
 
@@ -221,6 +222,7 @@ ELEMENTWISE: Counter[Primitive] = Counter(
         _pool(7, 2048, 7, 7, 0, "avg_include_padding"),
         _mean(7, 1280),
         _softmax(12, 128, 128),
+        _softmax(12, 128, 128, floating=True),
         _softmax(1, 1000),
         _layer_norm(128, 768),
         _layer_norm(128, 768, floating=True),

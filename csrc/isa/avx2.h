@@ -209,32 +209,14 @@ struct Avx2 : Avx2Lanes {
   static TORCHQ_INLINE Bytes load_rows(const uint8_t* const (&p)[2], int count) {
     return _mm256_set_m128i(load_bytes(p[1], count), load_bytes(p[0], count));
   }
-  /// quads[j].lo / .hi = vectors 2 j, 2 j + 1; vector i, lane L, element e: byte 16 L + 4 i + e.
-  static TORCHQ_INLINE void interleave(const Bytes (&t)[4], Int (&quads)[2]) {
-    Bytes first[2], second[2];
-    pair_bytes(t[0], t[1], first);
-    pair_bytes(t[2], t[3], second);
-    interleave_pairs(first, second, quads);
-  }
-  /// The two steps of `interleave`: taps 0 and 1, or 2 and 3; then both.
-  static TORCHQ_INLINE void pair_bytes(Bytes a, Bytes b, Bytes (&pairs)[2]) {
-    pairs[0] = _mm256_unpacklo_epi8(a, b);
-    pairs[1] = _mm256_unpackhi_epi8(a, b);
-  }
-  static TORCHQ_INLINE void interleave_pairs(const Bytes (&a)[2], const Bytes (&b)[2],
-                                             Int (&quads)[2]) {
-    for (int i = 0; i < 2; ++i) {
-      quads[i] = {_mm256_unpacklo_epi16(a[i], b[i]), _mm256_unpackhi_epi16(a[i], b[i])};
-    }
-  }
-  /// Vector kHalf of `interleave`.
+  /// Half kHalf of two rows of taps interleaved, and what two of those make: quads 2 kHalf and
+  /// 2 kHalf + 1. Quad i, 128-bit lane L, element e: the four taps of byte 16 L + 4 i + e.
   template <int kHalf>
-  static TORCHQ_INLINE void interleave_half(const Bytes (&t)[4], Int (&quads)[1]) {
-    const auto unpack = [](Bytes a, Bytes b) {
-      return kHalf == 0 ? _mm256_unpacklo_epi8(a, b) : _mm256_unpackhi_epi8(a, b);
-    };
-    const __m256i words01 = unpack(t[0], t[1]), words23 = unpack(t[2], t[3]);
-    quads[0] = {_mm256_unpacklo_epi16(words01, words23), _mm256_unpackhi_epi16(words01, words23)};
+  static TORCHQ_INLINE Bytes pair_half(Bytes a, Bytes b) {
+    return kHalf == 0 ? _mm256_unpacklo_epi8(a, b) : _mm256_unpackhi_epi8(a, b);
+  }
+  static TORCHQ_INLINE void interleave_half(Bytes a, Bytes b, Int (&quads)[1]) {
+    quads[0] = {_mm256_unpacklo_epi16(a, b), _mm256_unpackhi_epi16(a, b)};
   }
   /// One Int already has the two vectors that make words.
   static TORCHQ_INLINE Bytes pack_words(Int first, Int) {

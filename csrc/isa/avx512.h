@@ -206,27 +206,8 @@ struct Avx512 : Avx512Lanes {
     const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(load(p[2])), load(p[3]), 1);
     return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
   }
-  /// quads[j], 128-bit lane L, element e: the four taps of byte 16 L + 4 j + e.
-  static TORCHQ_INLINE void interleave(const Bytes (&t)[4], Int (&quads)[4]) {
-    Bytes first[2], second[2];
-    pair_bytes(t[0], t[1], first);
-    pair_bytes(t[2], t[3], second);
-    interleave_pairs(first, second, quads);
-  }
-  /// The two steps of `interleave`: taps 0 and 1, or 2 and 3; then both.
-  static TORCHQ_INLINE void pair_bytes(Bytes a, Bytes b, Bytes (&pairs)[2]) {
-    pairs[0] = _mm512_unpacklo_epi8(a, b);
-    pairs[1] = _mm512_unpackhi_epi8(a, b);
-  }
-  static TORCHQ_INLINE void interleave_pairs(const Bytes (&a)[2], const Bytes (&b)[2],
-                                             Int (&quads)[4]) {
-    TORCHQ_UNROLL for (int i = 0; i < 2; ++i) {
-      quads[2 * i] = _mm512_unpacklo_epi16(a[i], b[i]);
-      quads[2 * i + 1] = _mm512_unpackhi_epi16(a[i], b[i]);
-    }
-  }
-  /// Vector kHalf of `pair_bytes`, and what two of those make: vectors 2 kHalf and 2 kHalf + 1 of
-  /// `interleave`.
+  /// Half kHalf of two rows of taps interleaved, and what two of those make: quads 2 kHalf and
+  /// 2 kHalf + 1. Quad j, 128-bit lane L, element e: the four taps of byte 16 L + 4 j + e.
   template <int kHalf>
   static TORCHQ_INLINE Bytes pair_half(Bytes a, Bytes b) {
     return kHalf == 0 ? _mm512_unpacklo_epi8(a, b) : _mm512_unpackhi_epi8(a, b);
@@ -235,12 +216,8 @@ struct Avx512 : Avx512Lanes {
     quads[0] = _mm512_unpacklo_epi16(a, b);
     quads[1] = _mm512_unpackhi_epi16(a, b);
   }
-  template <int kHalf>
-  static TORCHQ_INLINE void interleave_half(const Bytes (&t)[4], Int (&quads)[2]) {
-    interleave_half(pair_half<kHalf>(t[0], t[1]), pair_half<kHalf>(t[2], t[3]), quads);
-  }
-  /// Two vectors in the lane order of `interleave` to words; two of those to bytes in natural
-  /// order: packing undoes it.
+  /// Two vectors in lane order to words; two of those to bytes in natural order: packing undoes
+  /// what interleaving did.
   static TORCHQ_INLINE Bytes pack_words(Int first, Int second) {
     return _mm512_packs_epi32(first, second);
   }
@@ -269,7 +246,7 @@ struct Avx512 : Avx512Lanes {
     _mm_mask_storeu_epi8(p + offset[2], m, _mm256_castsi256_si128(high));
     _mm_mask_storeu_epi8(p + offset[3], m, _mm256_extracti128_si256(high, 1));
   }
-  /// From the lane order of `interleave` to 64 values in natural order.
+  /// From lane order to 64 values in natural order.
   static TORCHQ_INLINE void natural_order(Int (&v)[4]) {
     const Int a = _mm512_shuffle_i32x4(v[0], v[1], 0x44),
               b = _mm512_shuffle_i32x4(v[0], v[1], 0xee);

@@ -118,19 +118,16 @@ concept HasGroups = requires(typename T::Int i, uint8_t* u) {
 /// Depthwise: kDepthwiseChannels bytes of up to kDepthwiseSplits rows, four taps to a quad.
 template <class T>
 concept HasDepthwise = requires(typename T::Bytes b, uint8_t* u, const uint8_t* const (&rows)[1],
-                                const uint8_t* const (&two)[2], const typename T::Bytes (&taps)[4],
-                                typename T::Bytes (&pairs)[2], const int64_t* offset,
+                                const uint8_t* const (&two)[2], const int64_t* offset,
                                 typename T::Int i, typename T::Int (&v)[T::kDepthwiseVectors],
                                 typename T::Int (&half)[T::kDepthwiseVectors / 2], bool is_signed) {
   { T::load_channels(u, 1) } -> Is<typename T::Bytes>;  // `count` bytes, zeros behind them
   { T::load_rows(rows, 1) } -> Is<typename T::Bytes>;   // `count` of each row, side by side
   { T::load_rows(two, 1) } -> Is<typename T::Bytes>;
   T::store_channels(u, b, 1), T::store_rows(u, offset, 1, b, 1);
-  T::interleave(taps, v);                                       // quads of four taps, in lane order
-  T::pair_bytes(b, b, pairs);                                   // its first step,
-  T::interleave_pairs(pairs, pairs, v);                         // and its second
-  T::template interleave_half<0>(taps, half);                   // the first half of `interleave`
-  { T::pack_words(i, i) } -> Is<typename T::Bytes>;             // undo `interleave`, saturated:
+  { T::template pair_half<0>(b, b) } -> Is<typename T::Bytes>;  // taps 0 and 1 of half the bytes
+  T::interleave_half(b, b, half);                               // two pairs as quads, in lane order
+  { T::pack_words(i, i) } -> Is<typename T::Bytes>;             // undo these, saturated:
   { T::pack_bytes(b, b, is_signed) } -> Is<typename T::Bytes>;  // to words, then to bytes
   T::natural_order(v), T::lane_order(v);  // from lane order to channels, and back
 };
@@ -163,7 +160,7 @@ concept HasConstants = requires {
   requires T::kTallRows >= 1 &&
                    T::kTallestRows >= T::kTallRows;   // rows of two-panel, one-panel tiles
   requires Is<decltype(T::kMasksTails), const bool>;  // partial panels are cheap to store
-  requires Is<decltype(T::kWidensSrc), const bool>;   // rows are widened too
+  requires Is<decltype(T::kWidensSrc), const bool>;   // rows are widened too, or weights clipped
   requires Is<decltype(T::kHasNarrow), const bool>;
   requires T::kDepthwiseVectors * 16 == T::kDepthwiseChannels;
   requires T::kDepthwiseChannels == T::kByteLanes;
@@ -178,7 +175,7 @@ concept Isa = HasConstants<T> && HasLanes<T> && HasConversions<T> && HasPanels<T
               HasGroups<T> && HasDepthwise<T> && HasBytes<T>;
 
 // Found with `requires` where they are used, since only some tiers gain from them: dot_row
-// (gemm/dot_step.h), store_transposed (conv/small_groups_epilogue.h), pair_half and interleave_half
-// of two (conv/depthwise_slide_two.h), lookup_vbmi (pointwise/elementwise.h), to_s8 (gemm/tiles.h).
+// (gemm/dot_step.h), store_transposed (conv/small_groups_epilogue.h), lookup_vbmi
+// (pointwise/elementwise.h), to_s8 (gemm/tiles.h).
 
 }  // namespace

@@ -208,26 +208,12 @@ struct Neon : NeonLanes {
             vreinterpretq_s32_u16(vzip1q_u16(words(a.hi), words(b.hi))),
             vreinterpretq_s32_u16(vzip2q_u16(words(a.hi), words(b.hi)))};
   }
-  static TORCHQ_INLINE void pair_bytes(Bytes a, Bytes b, Bytes (&pairs)[2]) {
-    pairs[0] = zip(a.lo, b.lo);
-    pairs[1] = zip(a.hi, b.hi);
-  }
-  static TORCHQ_INLINE void interleave_pairs(const Bytes (&a)[2], const Bytes (&b)[2],
-                                             Int (&quads)[2]) {
-    quads[0] = zip_pairs(a[0], b[0]);
-    quads[1] = zip_pairs(a[1], b[1]);
-  }
-  static TORCHQ_INLINE void interleave(const Bytes (&t)[4], Int (&quads)[2]) {
-    Bytes first[2], second[2];
-    pair_bytes(t[0], t[1], first);
-    pair_bytes(t[2], t[3], second);
-    interleave_pairs(first, second, quads);
-  }
-  /// Vector kHalf of `interleave`.
   template <int kHalf>
-  static TORCHQ_INLINE void interleave_half(const Bytes (&t)[4], Int (&quads)[1]) {
-    const auto half = [](Bytes v) { return kHalf == 0 ? v.lo : v.hi; };
-    quads[0] = zip_pairs(zip(half(t[0]), half(t[1])), zip(half(t[2]), half(t[3])));
+  static TORCHQ_INLINE Bytes pair_half(Bytes a, Bytes b) {
+    return kHalf == 0 ? zip(a.lo, b.lo) : zip(a.hi, b.hi);
+  }
+  static TORCHQ_INLINE void interleave_half(Bytes a, Bytes b, Int (&quads)[1]) {
+    quads[0] = zip_pairs(a, b);
   }
   /// One Int already has the lanes that make a vector of words.
   static TORCHQ_INLINE Bytes pack_words(Int first, Int) {

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMS norms that a model spells out are one op; what a model computes in each layer, once."""
+"""RMS norms that a model spells out are one op; group norms read convolutions in place.
+
+What a model computes in each layer is computed once.
+"""
 
 from __future__ import annotations
 
@@ -217,3 +220,103 @@ def test_calls_that_must_stay_apart() -> None:
     assert torch.allclose(two, torch.full_like(two, 2.0))
     first.zero_()
     assert second.abs().sum() > 0, "the caller has two tensors"
+
+
+class Sequence(nn.Module):
+    """As wav2vec2 begins: a group norm between convolutions of (N, C, L)."""
+
+    def __init__(self, groups: int = SIZE, affine: bool = True) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv1d(2, SIZE, 3), nn.Conv1d(SIZE, 8, 3)
+        self.norm = nn.GroupNorm(groups, SIZE, affine=affine)
+        if affine:
+            nn.init.uniform_(self.norm.weight, 0.5, 1.5)
+            nn.init.uniform_(self.norm.bias, -1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(nn.functional.gelu(self.norm(self.first(x))))
+
+
+class Residual(nn.Module):
+    """As in diffusion models: sums and functions between convolutions and norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.last, self.norm = nn.Conv2d(8, 4, 3), nn.GroupNorm(4, 8)
+
+    def forward(self, x: Tensor, level: Tensor) -> Tensor:
+        x = self.first(x)
+        y = self.middle(nn.functional.silu(self.norm(x + level[:, :, None, None])))
+        return self.last(nn.functional.group_norm(torch.tanh(y + x), 2))
+
+
+GROUPS: dict[str, tuple[nn.Module, tuple[Tensor, ...], int]] = {
+    "one channel a group": (Sequence(), (torch.randn(2, 2, 90),), 1),
+    "without weights": (Sequence(4, False), (torch.randn(1, 2, 90),), 1),
+    "residual": (Residual(), (torch.randn(2, 3, 9, 7), torch.randn(2, 8)), 2),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_group_norms_read_convolutions_in_place(name: str, tmp_path: Path) -> None:
+    model, call, count = GROUPS[name]
+    qmodel = torchq.quantize(model.eval(), example_inputs=call, data=[call])
+    dispatch = dispatch_of(qmodel)
+    assert dispatch is not None
+    found = [m for m in dispatch.graph.modules() if isinstance(m, tnn.QGroupNorm)]
+    assert len(found) == count
+
+    def check(norm: tnn.QGroupNorm, given: tuple[Tensor], got: Tensor) -> None:
+        (x,) = given
+        assert x.dtype == torch.float32 and x.movedim(1, -1).is_contiguous()
+        affine = [None if t is None else t.double() for t in (norm.weight, norm.bias)]
+        want = nn.functional.group_norm(x.double(), norm.num_groups, *affine, norm.eps)
+        assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-5)
+        seen.append(norm)
+
+    seen: list[tnn.QGroupNorm] = []
+    for norm in found:
+        norm.register_forward_hook(check)
+    want = qmodel(*call)
+    assert seen == found
+    for norm in found:
+        norm._forward_hooks.clear()
+    assert torchq.sqnr(model(*call), want) > 25
+    assert torch.equal(torch.jit.script(qmodel)(*call), want)
+    torchq.save(qmodel, tmp_path / "model")
+    loaded = torchq.load(tmp_path / "model", GROUPS[name][0])
+    assert torch.equal(loaded(*call), want)
+
+
+def test_other_group_norms_stay() -> None:
+    """In front of them are no convolutions, or sums with what is contiguous."""
+
+    class Others(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.layer = nn.GroupNorm(2, 4), nn.Conv1d(4, 4, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(self.norm(x))
+            y = torch.nn.functional.group_norm(y.mT.contiguous().mT + x, 2)
+            return self.layer(y)
+
+    model, x = Others().eval(), torch.randn(2, 4, 50)
+    qmodel = torchq.quantize(model, [x])
+    dispatch = dispatch_of(qmodel)
+    assert dispatch is not None
+    assert not any(isinstance(m, tnn.QGroupNorm) for m in dispatch.graph.modules())
+    assert torchq.sqnr(model(x), qmodel(x)) > 25
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_group_norms_in_onnx(affine: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Sequence(4, affine).eval(), torch.randn(2, 2, 40)
+    qmodel = torchq.quantize(model, [x])
+    path = tmp_path / "model.onnx"
+    torchq.to_onnx(qmodel, path, x)
+    run = session(path)
+    (got,) = run.run(None, {run.get_inputs()[0].name: x.numpy()})
+    assert torchq.sqnr(qmodel(x), torch.from_numpy(got)) > 35

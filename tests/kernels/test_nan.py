@@ -90,6 +90,9 @@ def test_normalizations(isa: str):
     check(lambda: TF.layer_norm(X, [len(X)]))
     check(lambda: TF.rms_norm(torch.stack([X, V]).mT.contiguous(), [2]))
     check(lambda: TF.group_norm(src, 2, X, V, attr=attr, dst_dtype=F32))
+    check(lambda: TF.group_norm(torch.stack([X, V]).mT[..., None].contiguous(), 1))
+    check(lambda: TF.group_norm(torch.stack([X, V, V[:1].expand_as(V)])[None], 3))
+    check(lambda: TF.softmax(torch.stack([X, V]).mT))
     check(lambda: TF.batch_norm(src, mean, variance, X, V, attr=attr, dst_dtype=F32))
 
 

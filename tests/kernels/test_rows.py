@@ -15,6 +15,7 @@ from cases import random_q
 from test_eltwise import DST, PARAMS, attr_of, refuse
 from torch import Tensor
 
+import torchq
 import torchq.functional as TF
 
 LAST = torch.channels_last
@@ -42,6 +43,31 @@ def test_softmax(isa: str, logarithmic: bool, shape: tuple[int, ...]):
             error = error + 2**-22 * (exact.abs() + to[0] * abs(to[1]))
         assert got.dtype == dst_dtype
         reference.near(got, exact, to, error)
+
+
+@pytest.mark.parametrize("logarithmic", [False, True], ids=["softmax", "log"])
+@pytest.mark.parametrize("shape", [(5, 10), (3, 7, 1100), (4, 1), (2, 0), (70, 3, 4)], ids=str)
+def test_softmax_of_floats(isa: str, logarithmic: bool, shape: tuple[int, ...]):
+    function = TF.log_softmax if logarithmic else TF.softmax
+    src = 10 * torch.randn(shape)
+    if src.numel():
+        src[0, :-1] = -math.inf  # as masks do
+        src[1] += 1e4
+    for dtype, dim in itertools.product((U8, S8, S32, F32), (-1, 0)):
+        to = DST[dtype] if logarithmic or dtype == F32 else (1 / 256, 3)
+        got = function(src, dim, attr_of(dst=to), dtype)
+        if not src.numel():
+            assert got.shape == shape
+            continue
+        with torchq.use_isa("reference"):
+            assert_same(got, function(src, dim, attr_of(dst=to), dtype), dtype)
+        exact = reference.softmax(src, dim, (1.0, 0), logarithmic)
+        below = src.double().amax(dim, keepdim=True) - src
+        steps = 2**-24 * (42 + src.shape[dim] / 512 + below.nan_to_num(posinf=1e3).clamp(max=1e3))
+        error = (steps + 2**-23 * exact.abs()) if logarithmic else steps * exact + 2**-126
+        if dtype != F32:
+            error = error + 2**-22 * (exact.abs() + to[0] * abs(to[1]))
+        reference.near(got, exact, to, error.nan_to_num(posinf=1e30))
 
 
 def test_softmax_dequantizes_its_source():
@@ -179,6 +205,65 @@ def test_group_norm(isa: str, groups: int):
     torch.testing.assert_close(got, F.group_norm(real, groups), rtol=1e-4, atol=1e-4)
 
 
+def channels_last(src: Tensor) -> Tensor:
+    return src.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+FLOATS = {"rows": (3, 6), "blocks": (2, 36, 150), "image": (2, 6, 5, 9), "volume": (1, 12, 3, 4, 7)}
+
+
+@pytest.mark.parametrize("layout", ["channels last", "contiguous"])
+@pytest.mark.parametrize("groups", ["one", "some", "all"])
+@pytest.mark.parametrize("name", FLOATS)
+def test_group_norm_of_floats(isa: str, name: str, groups: str, layout: str):
+    """Channels and positions of very different sizes, and a channel without variance."""
+    shape = FLOATS[name]
+    channels = shape[1]
+    count = {"one": 1, "some": 3, "all": channels}[groups]
+    weight, bias = affine(channels)
+    sizes = 10 ** (4 * torch.rand(1, channels, *[1] * (len(shape) - 2)) - 2)
+    src = sizes * (torch.randn(shape) + torch.randn_like(sizes))
+    src[:, 1] = 7
+    src[..., -1] *= 100
+    given = channels_last(src) if layout == "channels last" else src
+    for dtype in (U8, S8, S32, F32):
+        attr = attr_of(dst=DST[dtype])
+        got = TF.group_norm(given, count, weight, bias, 1e-3, attr, dtype)
+        wanted = reference.group_norm_floats(src, count, weight, bias, 1e-3, DST[dtype], dtype)
+        assert_same(got, wanted, dtype)
+        assert got.stride() == channels_last(wanted).stride()
+    plain = (torch.ones(channels), torch.zeros(channels))
+    for one, both in (((weight, None), (weight, plain[1])), ((None, bias), (plain[0], bias))):
+        got = TF.group_norm(given, count, *one, 1e-3)
+        assert_same(got, reference.group_norm_floats(src, count, *both, 1e-3, DST[F32], F32))
+    torchs = F.group_norm(src.double(), count, eps=1e-3)
+    got = TF.group_norm(given, count, eps=1e-3).double()
+    torch.testing.assert_close(got, torchs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_group_norm_of_floats_far_from_zero(isa: str, offset: float):
+    """Also where the first position, from which others deviate, is far from them."""
+    src = torch.randn(2, 4, 3000) + offset
+    src[:, :, ::64] += 100
+    exact = F.group_norm(src.double(), 2)
+    torch.testing.assert_close(TF.group_norm(src, 2).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [U8, S8, F32], ids=str)
+@pytest.mark.parametrize("shape", [(2, 6, 70), (2, 6, 5, 9)], ids=str)
+def test_group_norm_reads_channels_last_in_place(dtype: torch.dtype, shape: tuple[int, ...]):
+    src = torch.randn(shape) if dtype == F32 else random_q(shape, dtype)
+
+    def copies(src: Tensor) -> bool:
+        with torch.profiler.profile() as profile:
+            TF.group_norm(src, 3, dst_dtype=U8)
+        return any(event.key == "aten::copy_" for event in profile.key_averages())
+
+    assert copies(src)
+    assert not copies(channels_last(src))
+
+
 @pytest.mark.parametrize("shape", [(4, 6), (2, 6, 5, 7), (2, 600, 3)], ids=str)
 def test_batch_norm(isa: str, shape: tuple[int, ...]):
     c = shape[1]
@@ -269,7 +354,11 @@ def test_threads(isa: str):
         lambda: TF.softmax(src, 1),
         lambda: TF.layer_norm(src, [31]),
         lambda: TF.rms_norm(src.float(), [31]),
+        lambda: TF.softmax(src.float(), 1),
         lambda: TF.group_norm(src, 3),
+        lambda: TF.group_norm(src.mT, 1),
+        lambda: TF.group_norm(src.float(), 3),
+        lambda: TF.group_norm(src.float().reshape(1, 2, -1), 1),
         lambda: TF.batch_norm(src, torch.zeros(30), torch.ones(30)),
         lambda: TF.reduction(src, "mul", 2),
         lambda: TF.resampling(src, 77, "linear", dst_dtype=F32),
@@ -285,10 +374,10 @@ def test_threads(isa: str):
 def test_errors():
     q, x = random_q((2, 6, 5), U8), torch.rand(2, 6, 5)
     for call in (
-        lambda: TF.softmax(x),
+        lambda: TF.softmax(x.double()),
         lambda: TF.layer_norm(x.double(), [5]),
         lambda: TF.rms_norm(x.double(), [5]),
-        lambda: TF.group_norm(x, 2),
+        lambda: TF.group_norm(x.double(), 2),
         lambda: TF.batch_norm(x, x, x),
         lambda: TF.reduction(x, "sum", 1),
         lambda: TF.resampling(x, 3),
@@ -297,15 +386,18 @@ def test_errors():
     refuse(ValueError, r"torchq.softmax: dim must lie in \[-3, 2\]", TF.softmax, q, 3)
     refuse(ValueError, "src must end in normalized_shape", TF.layer_norm, q, [6])
     refuse(ValueError, "weight must have 5 values", TF.layer_norm, q, [5], torch.ones(6))
-    for norm in (TF.layer_norm, TF.rms_norm):
-        attr = attr_of(src=(0.5, 0))
-        refuse(ValueError, "float32 src must have scale 1, got 0.5", norm, x, [5], attr=attr)
+    attr = attr_of(src=(0.5, 0))
+    calls = ((TF.layer_norm, [5]), (TF.rms_norm, [5]), (TF.group_norm, 2), (TF.softmax, 1))
+    for norm, value in calls:
+        refuse(ValueError, "float32 src must have scale 1, got 0.5", norm, x, value, attr=attr)
     refuse(ValueError, "src must end in normalized_shape", TF.rms_norm, x, [6, 5, 1])
     refuse(TypeError, "normalized_shape must be an integer", TF.rms_norm, x, torch.ones(5))
     refuse(ValueError, "weight must have 30 values", TF.rms_norm, x, [6, 5], torch.ones(5))
     refuse(ValueError, "eps must be finite and at least 0", TF.rms_norm, q, [5], eps=math.nan)
     refuse(ValueError, "eps must be finite and at least 0", TF.layer_norm, q, [5], eps=-1.0)
-    refuse(ValueError, "groups must divide the channels, 6, got 4", TF.group_norm, q, 4)
+    for src in (q, x):
+        refuse(ValueError, "groups must divide the channels, 6, got 4", TF.group_norm, src, 4)
+        refuse(ValueError, "weight must have 6 values", TF.group_norm, src, 2, torch.ones(5))
     ones = torch.ones(6)
     refuse(ValueError, "mean must have 6 values", TF.batch_norm, q, ones[:5], ones)
     refuse(ValueError, "variance must be finite and at least 0", TF.batch_norm, q, ones, -ones)

@@ -57,7 +57,7 @@ std::string left_out(const Kernels& k) {
       ENTRY(compensate), ENTRY(pack_panel), ENTRY(sum_bytes), ENTRY(depthwise), ENTRY(max_pool),
       ENTRY(avg_pool), ENTRY(convert), ENTRY(add), ENTRY(mul), ENTRY(lookup), ENTRY(rnn_input),
       ENTRY(rnn_step), ENTRY(quantize_row), ENTRY(epilogue_row), ENTRY(row_range), ENTRY(softmax),
-      ENTRY(normalize), ENTRY(moments), ENTRY(row_moments), ENTRY(affine), ENTRY(blend),
+      ENTRY(row_deviations), ENTRY(moments), ENTRY(row_moments), ENTRY(affine), ENTRY(blend),
       ENTRY(reduce), ENTRY(quantize_symmetric), ENTRY(attention_weights), ENTRY(attention_means),
       ENTRY(embedding), ENTRY(embedding_bag);
 #undef ENTRY

@@ -24,52 +24,53 @@ void check_real(RealRow Args::* dst, Args args, int64_t size, Entry entry, const
 
 void check_softmax(const Kernels& k) {
   SoftmaxRow s{};
-  s.is_signed = chance(50);
+  s.src_dtype = pick({DType::u8, DType::s8, DType::f32});
   s.size = chance(20) ? between(500, 1100) : between(1, 100);
   s.scale = within(1.0f);
   s.logarithmic = chance(50);
-  const Buffer<uint8_t> src = random_bytes(s.size);
-  s.src = src.data();
+  const Buffer<uint8_t> bytes = random_bytes(s.size);
+  const Buffer<float> floats = any_floats(s.size, 10.0f);
+  s.src = s.src_dtype == DType::f32 ? static_cast<const void*>(floats.data()) : bytes.data();
   Buffer<float> values((s.size + kPanel - 1) / kPanel * kPanel);
   s.values = values.data();
-  begin_case("softmax", text("size", s.size, "signed", s.is_signed, "log", s.logarithmic));
+  begin_case("softmax",
+             text("size", s.size, "src", static_cast<int>(s.src_dtype), "log", s.logarithmic));
   check_real(&SoftmaxRow::dst, s, s.size, &Kernels::softmax, k);
 }
 
-void check_normalize(const Kernels& k) {
-  NormRow s{};
-  s.size = chance(20) ? between(500, 1100) : between(1, 100);
-  s.centered = chance(50);
-  s.eps = chance(20) ? 0 : 1e-5;
-  const Buffer<float> src = chance(30) ? any_floats(s.size, 10.0f) : random_floats(s.size, 10.0f);
-  const Buffer<float> weight = any_floats(s.size, 2.0f), bias = any_floats(s.size, 2.0f);
-  s.src = src.data();
-  s.weight = chance(50) ? weight.data() : nullptr;
-  s.bias = chance(50) ? bias.data() : nullptr;
-  begin_case("normalize", text("size", s.size, "centered", s.centered, "weight",
-                               s.weight != nullptr, "bias", s.bias != nullptr));
-  check_real(&NormRow::dst, s, s.size, &Kernels::normalize, k);
+void check_row_deviations(const Kernels& k) {
+  const int64_t size = chance(20) ? between(500, 1100) : between(1, 100);
+  const bool centered = chance(50);
+  const Buffer<float> src = chance(30) ? any_floats(size, 10.0f) : random_floats(size, 10.0f);
+  begin_case("row_deviations", text("size", size, "centered", centered));
+  Buffer<float> reference(2), tested(2);
+  kReferenceKernels.row_deviations(src.data(), size, centered, &reference[0], &reference[1]);
+  k.row_deviations(src.data(), size, centered, &tested[0], &tested[1]);
+  expect_same("deviations", reference, tested);
 }
 
 void check_affine(const Kernels& k) {
   AffineRows a{};
-  a.is_signed = chance(50);
+  a.src_dtype = pick({DType::u8, DType::s8, DType::f32});
   a.size = between(0, 100);
   a.rows = between(1, 4);
   a.per_value = chance(50);
-  const Buffer<uint8_t> src = random_bytes(a.rows * a.size);
+  const Buffer<uint8_t> bytes = random_bytes(a.rows * a.size);
+  const Buffer<float> floats = any_floats(a.rows * a.size, 10.0f);
   const int64_t parameters = a.per_value ? a.size : a.rows;
-  const Buffer<int32_t> center = random_ints(parameters, 255);
+  const Buffer<float> center =
+      filled<float>(parameters, [] { return static_cast<float>(between(-255, 255)); });
   const Buffer<float> factor = any_floats(parameters, 1.0f), shift = any_floats(parameters, 1.0f);
   const Buffer<float> weight = any_floats(a.size, 2.0f), bias = any_floats(a.size, 2.0f);
-  a.src = src.data();
+  a.src = a.src_dtype == DType::f32 ? static_cast<const void*>(floats.data()) : bytes.data();
   a.center = center.data();
   a.factor = factor.data();
   a.shift = shift.data();
   a.weight = chance(50) ? weight.data() : nullptr;
   a.bias = chance(50) ? bias.data() : nullptr;
-  begin_case("affine", text("size", a.size, "rows", a.rows, "signed", a.is_signed, "per_value",
-                            a.per_value, "weight", a.weight != nullptr, "bias", a.bias != nullptr));
+  begin_case("affine",
+             text("size", a.size, "rows", a.rows, "src", static_cast<int>(a.src_dtype), "per_value",
+                  a.per_value, "weight", a.weight != nullptr, "bias", a.bias != nullptr));
   check_real(&AffineRows::dst, a, a.rows * a.size, &Kernels::affine, k);
 }
 
@@ -114,13 +115,15 @@ void check_reduce(const Kernels& k) {
 
 void check_moments(const Kernels& k) {
   MomentsRows m{};
-  m.is_signed = chance(50);
+  m.src_dtype = pick({DType::u8, DType::s8, DType::f32});
   m.rows = between(1, 256);
   m.size = between(1, 60);
   m.stride = m.size + between(0, 5);
-  const Buffer<uint8_t> src = random_bytes((m.rows - 1) * m.stride + m.size);
-  m.src = src.data();
-  begin_case("moments", text("rows", m.rows, "size", m.size, "signed", m.is_signed));
+  const int64_t size = (m.rows - 1) * m.stride + m.size;
+  const Buffer<uint8_t> bytes = random_bytes(size);
+  const Buffer<float> floats = random_floats(size, 10.0f);
+  m.src = m.src_dtype == DType::f32 ? static_cast<const void*>(floats.data()) : bytes.data();
+  begin_case("moments", text("rows", m.rows, "size", m.size, "src", static_cast<int>(m.src_dtype)));
   Buffer<int32_t> reference(2 * m.size), tested(2 * m.size);
   const auto run = [&](const Kernels& kernels, Buffer<int32_t>& result) {
     m.sums = result.data();
@@ -158,7 +161,7 @@ void check_row_range(const Kernels& k) {
 void check_rows(const Kernels& k) {
   for (int i = 0; i < 500; ++i) {
     check_softmax(k);
-    check_normalize(k);
+    check_row_deviations(k);
     check_affine(k);
     check_blend(k);
     check_reduce(k);

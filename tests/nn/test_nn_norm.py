@@ -74,6 +74,18 @@ MODULES: dict[str, tuple[Callable[[Any], tnn.QModule], Function, tuple[int, ...]
         lambda x, **k: TF.group_norm(x, 3, WEIGHT[:, 0].contiguous(), None, 1e-3, **k),
         (2, 6, 5, 3),
     ),
+    "group_norm of float": (
+        lambda d: tnn.QGroupNorm(None, d, 3, 6, WEIGHT[:, 0], BIAS[:, 0], 1e-3, CHAIN),
+        lambda x, **k: TF.group_norm(
+            x, 3, WEIGHT[:, 0].contiguous(), BIAS[:, 0].contiguous(), 1e-3, **k
+        ),
+        (2, 6, 5, 3),
+    ),
+    "softmax of float": (
+        lambda d: tnn.QSoftmax(None, d, 1, False, CHAIN),
+        lambda x, **k: TF.softmax(x, 1, **k),
+        (3, 6, 5),
+    ),
 }
 
 
@@ -125,6 +137,7 @@ def test_from_float_is_close() -> None:
         real = fine.scale * q.float()
         got = kind.from_float(module, fine, None)(q)
         assert torch.allclose(got, module(real), atol=1e-5)
+        assert torch.allclose(kind.from_float(module, None, None)(x), module(x), atol=1e-5)
 
 
 def test_errors() -> None:
@@ -142,8 +155,6 @@ def test_errors() -> None:
         tnn.QRMSNorm(IN, None, (6,))(q)
     with pytest.raises(ValueError, match=r"weight of a normalization must have shape \[6\]"):
         tnn.QLayerNorm(IN, None, (6,), torch.ones(5))
-    with pytest.raises(TypeError, match="QGroupNorm: src must be of type QParams, got NoneType"):
-        tnn.QGroupNorm(None, None, 2, 6)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"must be \(N, 4, ...\), got \[2, 6, 5\]"):
         tnn.QGroupNorm(IN, None, 2, 4)(q)
     for module in (

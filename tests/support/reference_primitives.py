@@ -195,8 +195,8 @@ def centered(q: Tensor, params: Params) -> Tensor:
 
 
 def softmax(q: Tensor, dim: int, params: Params, logarithmic: bool) -> Tensor:
-    """In float64, of properly dequantized values: compare with `near`."""
-    x = centered(q, params).double() * f64(params[0])
+    """In float64, of float32 or properly dequantized values: compare with `near`."""
+    x = q.double() if q.is_floating_point() else centered(q, params).double() * f64(params[0])
     return x.log_softmax(dim) if logarithmic else x.softmax(dim)
 
 
@@ -272,6 +272,34 @@ def normalize_floats(
     variance = f32(sum_in_lanes(rows * rows).double() / n + eps)
     factor = f32(1 / f32(variance.double().sqrt()).double())  # torch's are not the nearest
     return to_dst(fma32(rows * factor, weight, bias).reshape(x.shape), to, dtype)
+
+
+def group_norm_floats(
+    x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, to: Params, dtype: torch.dtype
+) -> Tensor:
+    """Group norm of float32: per channel and 64 positions, sums of deviations from the first."""
+    rows = x.reshape(len(x), groups, x.shape[1] // groups, -1)
+    origin = rows[:, :, 0, 0].double()
+    total, squares = torch.zeros_like(origin), torch.zeros_like(origin)
+    for block in rows.split(64, 3):
+        d = (block - block[..., :1]).unbind(3)
+        sums = functools.reduce(torch.add, d)
+        squared = functools.reduce(lambda s, v: fma32(v, v, s), d, torch.zeros_like(d[0]))
+        count = float(len(d))
+        for c in range(block.shape[2]):
+            first, s, q = block[:, :, c, 0] - origin, sums[..., c].double(), squared[..., c]
+            total = total + (count * first + s)
+            squares = squares + (first * (count * first + 2 * s) + q.double())
+    n = float(rows[0, 0].numel())
+    mean = total / n
+    factor = 1 / torch.sqrt((squares / n - mean * mean).clamp(min=0) + eps)
+    mean = origin + mean
+    center = f32(mean)
+    shift = f32((center.double() - mean) * factor)
+    terms = [v[:, :, None, None] for v in (center, f32(factor), shift)]
+    y = fma32(rows - terms[0], terms[1], terms[2])
+    affine = [v.reshape(groups, -1, 1) for v in (weight, bias)]
+    return to_dst(fma32(y, *affine).reshape(x.shape), to, dtype)
 
 
 def batch_norm(

@@ -14,21 +14,19 @@ from torch.fx.node import Argument
 
 from torchq.capture.graph import is_reserved
 from torchq.capture.ops import Op, Role, Split, is_resampling, reads_strides
-from torchq.capture.patterns import arguments_of
+from torchq.convert.float_forms import channels_last, float_form
 from torchq.convert.quantized_layers import lookup, quantized
 from torchq.convert.settled import Settled
 from torchq.graphs.module import QuantizedGraph
 from torchq.models.state import twin
-from torchq.nn.attention import CachedAttention, DynamicQAttention
+from torchq.nn.attention import DynamicQAttention
 from torchq.nn.float_modules import Attention, Cat
 from torchq.nn.from_float import naming, pool_from_float
-from torchq.nn.normalization import QRMSNorm
 from torchq.nn.packed_weights import PackedWeights
 from torchq.nn.pad import QPad
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
 from torchq.planning.layers import Layer
 from torchq.quantization.qparams import QParams
-from torchq.report import reasons
 
 _Form = Callable[[fx.Node], fx.Node]
 
@@ -58,6 +56,7 @@ class Lowering:
         self._attributes: dict[int, str] = {}  # id of a tensor -> name in the converted model
         self._float: dict[fx.Node, fx.Node] = {}
         self._int8: dict[fx.Node, fx.Node] = {}
+        self._channels_last = channels_last(self.plan)
 
     def run(self) -> QuantizedGraph:
         """Return the converted model."""
@@ -68,10 +67,8 @@ class Lowering:
                 self._layer(layer)
             elif dynamic is not None:
                 self._float[node] = self._dynamic(dynamic)
-            elif op is not None and op.reason == reasons.CACHED and (attended := self._cached(op)):
-                self._float[node] = attended
-            elif op is not None and op.node.target is torch.rms_norm:
-                self._float[node] = self._rms_norm(op)
+            elif op is not None and (form := float_form(op, node in self._channels_last)):
+                self._float[node] = self.call(op.name, form[0], *map(self.float_of, form[1]))
             elif node.op in ("placeholder", "output") or (
                 node not in self.plan.inside and op is not None and not self._is_lazy(op)
             ):
@@ -330,26 +327,6 @@ class Lowering:
             operands = [self.float_of(operand) for operand in op.operands]
             sources += [op.post_ops, operands or None]
         return self.call(op.name, linear, *sources)
-
-    def _rms_norm(self, op: Op) -> fx.Node:
-        """Return torchq's RMS norm of float32: torch's makes seven tensors, one after another."""
-        a = arguments_of(op.node)
-        if a.why_varying("input") or op.node.meta["value"].dtype != torch.float32:
-            return self._copy(op.node)
-        norm = QRMSNorm(None, None, a.normalized_shape, a.weight, a.eps)
-        return self.call(op.name, norm, self.float_of(a.input))
-
-    def _cached(self, op: Op) -> fx.Node | None:
-        """Return float attention with a mask of bools; None for another product."""
-        a = arguments_of(op.node)
-        mask = a.nodes.get("attn_mask")
-        varying = a.why_varying("query", "key", "value", "attn_mask")
-        if mask is None or varying or mask.meta["value"].dtype != torch.bool:
-            return None
-        if "1" in mask.meta["sizes"][-2:]:  # it is the same for all queries, say
-            return None
-        sources = [self.float_of(node) for node in (*op.srcs, mask)]
-        return self.call(op.name, CachedAttention(a.scale, bool(a.enable_gqa)), *sources)
 
     def _attention_arguments(self, op: Op) -> list[Argument]:
         """Return the mask, and the scale where it is known at run time only.

@@ -21,7 +21,7 @@ from torchq.nn.layer import QLayer
 from torchq.nn.linear import QLinear
 from torchq.nn.matmul import QMatMul
 from torchq.nn.module import QModule
-from torchq.nn.normalization import QRMSNorm
+from torchq.nn.normalization import QGroupNorm, QRMSNorm
 from torchq.nn.pad import QPad
 from torchq.nn.pooling import QAdaptiveAvgPool, QAvgPool, QMaxPool
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
@@ -242,9 +242,26 @@ def _matmul(g: OnnxGraph, module: QMatMul, src0: Value, src1: Value) -> str:
     return x
 
 
-def _rms_norm(g: OnnxGraph, module: QRMSNorm, src: Value) -> str:
+def _check_float(module: QGroupNorm | QRMSNorm) -> None:
     if not module.reads_float or module.post_ops:
         raise UnsupportedError("its source is int8, or it has post-ops")
+
+
+def _group_norm(g: OnnxGraph, module: QGroupNorm, src: Value) -> str:
+    _check_float(module)
+    plain = torch.ones(module.num_groups, dtype=torch.float32, device="cpu")
+    groups = g.add("Reshape", src.name, g.constant([0, module.num_groups, -1]))
+    terms = [g.constant(plain), g.constant(torch.zeros_like(plain))]
+    x = g.add("InstanceNormalization", groups, *terms, epsilon=module.eps)
+    x = g.add("Reshape", x, g.add("Shape", src.name))
+    for op, values in (("Mul", module.weight), ("Add", module.bias)):
+        if values is not None:
+            x = g.add(op, x, g.constant(values.reshape(-1, *[1] * (src.rank - 2))))
+    return x
+
+
+def _rms_norm(g: OnnxGraph, module: QRMSNorm, src: Value) -> str:
+    _check_float(module)
     axes = g.constant([src.rank - dim - 1 for dim in range(module.dims)])
     mean = g.add("ReduceMean", g.add("Mul", src.name, src.name), axes, keepdims=1)
     x = g.add("Div", src.name, g.add("Sqrt", g.add("Add", mean, g.constant(float(module.eps)))))
@@ -296,6 +313,7 @@ MODULES: dict[type, Callable[..., str]] = {
     QCat: _cat,
     QMatMul: _matmul,
     QAttention: _attention,
+    QGroupNorm: _group_norm,
     QRMSNorm: _rms_norm,
     QLookup: lambda g, module, src: table(g, module, g.source(src, src_params(module))),
     Quantize: lambda g, module, src: g.source(src, src_params(module)),

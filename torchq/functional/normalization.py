@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax and normalizations of uint8 and int8 tensors; layer and RMS norm of float32 ones, too.
+"""Softmax and normalizations of uint8, int8 and, except batch norm, float32 tensors.
 
 All dequantize an integer source, ``x = src_scale * (q - src_zero_point)``, and write
 ``clamp(rne(fma(y, 1 / dst_scale, dst_zero_point)))``, or ``y`` itself to float32. oneDNN instead
@@ -27,19 +27,20 @@ def softmax(
 ) -> Tensor:
     """``y_i = e_i / sum_j e_j`` along ``dim``, with ``e_i = exp(x_i - max_j x_j)``.
 
-    In float32: ``x_i - max_j x_j`` is ``src_scale * float(q_i - max_j q_j)``, the quotient
-    ``e_i * (1 / sum)``, and the sum runs in 16 lanes, block by block.
+    In float32: ``x_i - max_j x_j`` of an integer source is ``src_scale * float(q_i - max_j q_j)``,
+    the quotient ``e_i * (1 / sum)``, and the sum runs in 16 lanes, block by block.
 
     Args:
-        src: uint8 or int8, any shape and strides.
+        src: uint8, int8 or float32, any shape and strides.
         dim: may be negative. It is innermost in the memory of dst.
-        attr: scales and zero points of ``src`` and ``dst``, mask 0; post-ops, in float32, their
-            masks indexing the dims of dst. The usual 8-bit destination is uint8 with scale 1 / 256.
+        attr: scales and zero points of ``dst`` and of an integer ``src``, mask 0; post-ops, in
+            float32, their masks indexing the dims of dst. The usual 8-bit destination is uint8 with
+            scale 1 / 256.
         dst_dtype: torch.uint8, int8, int32 or float32 (without scale).
         post_op_srcs: as in :func:`eltwise`.
 
     Raises:
-        TypeError: ``src`` is neither uint8 nor int8, or one of ``post_op_srcs`` has another dtype.
+        TypeError: ``src`` or one of ``post_op_srcs`` has another dtype.
         ValueError: ``dim`` does not exist, ``attr`` sets other arguments, or shapes do not fit.
         NotImplementedError: another mask of scales or zero points, or ``dw_conv``.
     """
@@ -82,13 +83,13 @@ def layer_norm(
         weight: float32 of ``normalized_shape``, or None for 1.
         bias: float32 of ``normalized_shape``, or None for 0.
         eps: at least 0, in squared real units.
-        attr: scales and zero points of ``dst`` and of an integer ``src``, mask 0; post-ops.
+        attr: as in :func:`softmax`.
         dst_dtype: torch.uint8, int8, int32 or float32 (without scale).
         post_op_srcs: as in :func:`softmax`.
 
     Errors as in :func:`softmax`.
     """
-    params = _params("layer_norm", src, attr, dst_dtype, post_op_srcs, takes_float=True)
+    params = _params("layer_norm", src, attr, dst_dtype, post_op_srcs)
     dims = _last_dims("layer_norm", src, normalized_shape)
     result: Tensor = torch.ops.torchq.layer_norm(src, dims, weight, bias, eps, *params)
     return result
@@ -114,13 +115,13 @@ def rms_norm(
         normalized_shape: as for ``torch.nn.functional.rms_norm``.
         weight: float32 of ``normalized_shape``, or None for 1.
         eps: at least 0, in squared real units; None is 2**-23, as for ``torch.nn.RMSNorm``.
-        attr: as in :func:`layer_norm`.
+        attr: as in :func:`softmax`.
         dst_dtype: torch.uint8, int8, int32 or float32 (without scale).
         post_op_srcs: as in :func:`softmax`.
 
     Errors as in :func:`softmax`.
     """
-    params = _params("rms_norm", src, attr, dst_dtype, post_op_srcs, takes_float=True)
+    params = _params("rms_norm", src, attr, dst_dtype, post_op_srcs)
     dims = _last_dims("rms_norm", src, normalized_shape)
     eps = torch.finfo(torch.float32).eps if eps is None else eps
     result: Tensor = torch.ops.torchq.rms_norm(src, dims, weight, eps, *params)
@@ -152,7 +153,13 @@ def group_norm(
     """:func:`layer_norm` over groups of channels and all positions of ``(N, C, ...)``.
 
     ``weight`` and ``bias`` have one float32 per channel; ``num_groups = C`` is instance norm. dst
-    is channels-last.
+    is channels-last: for ``(N, C, L)``, strides ``(C * L, 1, C)``. A source with these strides is
+    read in place, any other is copied first.
+
+    A float32 source has, per channel and 64 positions, sums of float32 of ``x - x_0`` and of its
+    square, where ``x_0`` is the first of them, and double sums of these. With the mean ``m``, ``c =
+    float(m)`` and ``g = 1 / sqrt(variance + eps)``, ``y = fma(fma(x - c, float(g), float((c - m)
+    g)), weight, bias)``.
     """
     params = _params("group_norm", src, attr, dst_dtype, post_op_srcs)
     groups = integer("group_norm", "num_groups", num_groups)
@@ -177,6 +184,7 @@ def batch_norm(
     multiplied out in double: ``y = fma(float(q - src_zero_point), factor[c], shift[c])``. dst is
     channels-last. Where a convolution precedes, fuse it.
     """
+    check_8bit("batch_norm", "src", src)
     params = _params("batch_norm", src, attr, dst_dtype, post_op_srcs)
     result: Tensor = torch.ops.torchq.batch_norm(
         src, running_mean, running_var, weight, bias, eps, *params
@@ -185,11 +193,10 @@ def batch_norm(
 
 
 def _params(
-    op: str, src: Tensor, attr: Attr | None, dst_dtype: torch.dtype, srcs: Sequence[Tensor],
-    takes_float: bool = False,
-) -> tuple[Tensor, Tensor, int, str, list[Tensor] | None]:  # fmt: skip
+    op: str, src: Tensor, attr: Attr | None, dst_dtype: torch.dtype, srcs: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, int, str, list[Tensor] | None]:
     """Return the last arguments of every op here; dst has the dims of src."""
-    if not (takes_float and isinstance(src, Tensor) and src.dtype == torch.float32):
+    if not (isinstance(src, Tensor) and src.dtype == torch.float32):
         check_8bit(op, "src", src)
     return real_arguments(op, attr, ["src", "dst"], dst_dtype, srcs, lambda: src.shape)
 

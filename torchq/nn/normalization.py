@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax and normalizations on quantized tensors."""
+"""Softmax and normalizations of quantized tensors, and of float32 where ``src`` is None."""
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,6 @@ class _QNorm(QModule):
             where ``src`` is None.
     """
 
-    _takes_float = False
     scales: Tensor
     zero_points: Tensor
 
@@ -33,8 +31,8 @@ class _QNorm(QModule):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        self.reads_float = src is None and self._takes_float
-        src = QParams.per_tensor(1.0) if self.reads_float else cast(QParams, src)
+        self.reads_float = src is None
+        src = QParams.per_tensor(1.0) if src is None else src
         self.post_ops = str(post_ops or "")
         if not all(part.startswith("eltwise_") for part in self.post_ops.split("+") if part):
             raise NotImplementedError(
@@ -88,7 +86,8 @@ class QSoftmax(_QNorm):
     """``quantize(post_ops(softmax(real(src))))`` along ``dim``: :func:`torchq.functional.softmax`.
 
     Shapes:
-        src: any, of the source dtype; float32 is quantized with the source's parameters.
+        src: any, of the source dtype; float32 is quantized with the source's parameters, or read as
+            it is where these are None.
         dst: the same, uint8, int8 or float32.
 
     Raises:
@@ -98,7 +97,7 @@ class QSoftmax(_QNorm):
 
     def __init__(
         self,
-        src: QParams,
+        src: QParams | None,
         dst: QParams | None = None,
         dim: int = -1,
         logarithmic: bool = False,
@@ -114,7 +113,7 @@ class QSoftmax(_QNorm):
 
     @classmethod
     def from_float(
-        cls, module: nn.Softmax | nn.LogSoftmax, src: QParams, dst: QParams | None = None
+        cls, module: nn.Softmax | nn.LogSoftmax, src: QParams | None, dst: QParams | None = None
     ) -> "QSoftmax":
         """Make the quantized form of a module whose ``dim`` is given."""
         if module.dim is None:
@@ -127,7 +126,7 @@ class QSoftmax(_QNorm):
     def forward(self, src: Tensor) -> Tensor:
         """Apply it."""
         dst: Tensor = torch.ops.torchq.softmax(
-            self._quantized_src(src),
+            self._source(src),
             self.dim,
             self.logarithmic,
             self.scales,
@@ -184,7 +183,6 @@ class QLayerNorm(_QAffineNorm):
         ValueError: ``src`` does not end in ``normalized_shape``.
     """
 
-    _takes_float = True
     bias: Tensor | None
 
     def __init__(
@@ -212,7 +210,7 @@ class QLayerNorm(_QAffineNorm):
 
     @classmethod
     def from_float(
-        cls, module: nn.LayerNorm, src: QParams, dst: QParams | None = None
+        cls, module: nn.LayerNorm, src: QParams | None, dst: QParams | None = None
     ) -> "QLayerNorm":
         """Make the quantized form, with the same shape, weight, bias and eps."""
         return cls(src, dst, module.normalized_shape, module.weight, module.bias, module.eps)
@@ -243,8 +241,6 @@ class QRMSNorm(_QAffineNorm):
 
     Shapes and errors as for :class:`QLayerNorm`.
     """
-
-    _takes_float = True
 
     def __init__(
         self,
@@ -296,7 +292,7 @@ class QGroupNorm(_QAffineNorm):
 
     Shapes:
         src: ``(N, num_channels, ...)`` of the source dtype; float32 is quantized with the source's
-            parameters.
+            parameters, or read as it is where these are None. A channels-last one is not copied.
         dst: the same, channels-last, uint8, int8 or float32.
 
     Raises:
@@ -308,7 +304,7 @@ class QGroupNorm(_QAffineNorm):
 
     def __init__(
         self,
-        src: QParams,
+        src: QParams | None,
         dst: QParams | None,
         num_groups: int,
         num_channels: int,
@@ -328,7 +324,7 @@ class QGroupNorm(_QAffineNorm):
 
     @classmethod
     def from_float(
-        cls, module: nn.GroupNorm, src: QParams, dst: QParams | None = None
+        cls, module: nn.GroupNorm, src: QParams | None, dst: QParams | None = None
     ) -> "QGroupNorm":
         """Make the quantized form, with the same groups, weight, bias and eps."""
         sizes = (module.num_groups, module.num_channels)
@@ -342,7 +338,7 @@ class QGroupNorm(_QAffineNorm):
                 f"{list(src.shape)}. Check the layer's num_channels."
             )
         dst: Tensor = torch.ops.torchq.group_norm(
-            self._quantized_src(src),
+            self._source(src),
             self.num_groups,
             self.weight,
             self.bias,

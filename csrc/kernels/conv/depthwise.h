@@ -10,8 +10,7 @@
 // clang-format off
 //   slide  windows 3 wide and 2 or 3 high, stride 1 or 2, no dilation along the row, a folded
 //          8-bit epilogue: the columns under the window stay in registers (depthwise_slide.h; where
-//          32 of them have 16 lanes each, stride 2 is depthwise_slide_two.h, windows of 5 x 5 too,
-//          and stride 1 to u8 without bounds depthwise_slide_three.h)
+//          32 of them have 16 lanes each, stride 2 is depthwise_slide_two.h, windows of 5 x 5 too)
 //   stash  everything else: the columns of a stretch of the row are stored in L1, then up to
 //          kDepthwisePixels destinations at a time meet the weights (depthwise_stash.h, _dot.h)
 //
@@ -30,7 +29,7 @@
 #pragma once
 
 #include "kernels/conv/depthwise_dot.h"
-#include "kernels/conv/depthwise_slide_three.h"
+#include "kernels/conv/depthwise_slide_two.h"
 
 namespace {
 
@@ -38,42 +37,22 @@ template <class Isa>
 using SlideFn = void (*)(const DepthwiseLayer&, const DepthwiseChunk<Isa>&, const SlideRows&,
                          int64_t x, int64_t pixels, const Epilogue&);
 
-/// True for tiers whose 32 registers hold the columns of SlideThree, SlidePairs and SlideFive.
+/// True for tiers whose 32 registers hold the columns of SlidePairs and SlideFive.
 template <class Isa>
 constexpr bool kHoldsColumns = Isa::kSteps == 1 && Isa::kDepthwiseVectors == 4;
 
 template <class Isa, bool kFlip, int kSplit>
-SlideFn<Isa> slide_fn(const DepthwiseLayer& d, bool pairs, bool plain) {
+SlideFn<Isa> slide_fn(const DepthwiseLayer& d, bool pairs) {
+  if (d.stride == 1) {
+    return pairs ? &Slide<Isa, kFlip, kSplit, 1, true>::run
+                 : &Slide<Isa, kFlip, kSplit, 1, false>::run;
+  }
   if constexpr (kHoldsColumns<Isa>) {
-    if (d.stride == 1 && plain) {
-      return pairs ? &SlideThree<Isa, kFlip, kSplit, true>::run
-                   : &SlideThree<Isa, kFlip, kSplit, false>::run;
-    }
-    if (d.stride == 2) {
-      return d.width == kFive ? &SlideFive<Isa, kFlip, kSplit>::run
-                              : &SlidePairs<Isa, kFlip, kSplit>::run;
-    }
-  } else if (d.stride == 2) {
+    return d.width == kFive ? &SlideFive<Isa, kFlip, kSplit>::run
+                            : &SlidePairs<Isa, kFlip, kSplit>::run;
+  } else {
     return &Slide<Isa, kFlip, kSplit, 2, false>::run;
   }
-  return pairs ? &Slide<Isa, kFlip, kSplit, 1, true>::run
-               : &Slide<Isa, kFlip, kSplit, 1, false>::run;
-}
-
-template <class Isa>
-SlideFn<Isa> slide_fn(const DepthwiseLayer& d, int split, bool pairs, bool plain) {
-  if (split == 1) {
-    return d.flip ? slide_fn<Isa, true, 1>(d, pairs, plain)
-                  : slide_fn<Isa, false, 1>(d, pairs, plain);
-  }
-  if constexpr (Isa::kDepthwiseSplits >= 4) {
-    if (split == 4) {
-      return d.flip ? slide_fn<Isa, true, 4>(d, pairs, plain)
-                    : slide_fn<Isa, false, 4>(d, pairs, plain);
-    }
-  }
-  return d.flip ? slide_fn<Isa, true, 2>(d, pairs, plain)
-                : slide_fn<Isa, false, 2>(d, pairs, plain);
 }
 
 /// State of one call of `depthwise`.
@@ -85,9 +64,8 @@ struct DepthwiseRun {
   const StashPlan plan;
   const DotFns<Isa> dots;
   DepthwiseChunk<Isa>& chunk;
-  StashFn stash[2];  // of one destination row, of two
-  StashFn stash_checked, stash_pairs;
-  SlideFn<Isa> slide[2];  // null where the stash is used
+  StashFns stash;
+  SlideFn<Isa> slide[2];  // of one destination row, of two; null where the stash is used
 };
 
 /// Returns true if the source rows of destination rows y and y + 1 are one row apart.
@@ -128,8 +106,8 @@ void depthwise_rows(const DepthwiseRun<Isa>& run, const int* y, bool pairs) {
     }
     for (int band = 0; band < plan.bands; ++band) {
       if (plan.bands > 1) find_sources(band);
-      stash_band<Isa>(run.stash[pairs], run.stash_checked, run.stash_pairs, d, plan, band, x,
-                      pixels, sources, chunk);
+      const StashKind inner = pairs || d.kernel_rows != 3 ? kFourRows : kThreeRows;
+      stash_band<Isa>(run.stash, inner, d, plan, band, x, pixels, sources, chunk);
     }
     for (int second = 0; second <= pairs; ++second) {
       const int8_t* weight = chunk.weight + second * chunk.weight_bytes;
@@ -233,8 +211,7 @@ void depthwise(const DepthwiseLayer& d, const DepthwiseRows& rows, const Epilogu
   DepthwiseChunk<Isa> chunk;
   const StashPlan plan = stash_plan<Isa>(d);
   chunk.joined = d.slides && kHoldsColumns<Isa> && d.stride == 2;
-  DepthwiseRun<Isa> run{d,     rows, e,       plan,    dot_fns<Isa>(d, plan, fold),
-                        chunk, {},   nullptr, nullptr, {}};
+  DepthwiseRun<Isa> run{d, rows, e, plan, dot_fns<Isa>(d, plan, fold), chunk, {}, {}};
   init_chunk<Isa>(d, plan, scratch, &chunk);
   for (int channel = 0; channel < d.channels;) {
     const int left = d.channels - channel;
@@ -254,15 +231,12 @@ void depthwise(const DepthwiseLayer& d, const DepthwiseRows& rows, const Epilogu
     } else {
       fill_chunk<Isa, false>(d, e, fold, &chunk);
     }
-    run.stash[0] = stash_fn<Isa>(chunk.split, d.flip, d.kernel_rows == 3 ? kThreeRows : kFourRows);
-    run.stash[1] = stash_fn<Isa>(chunk.split, d.flip, kFourRows);
-    run.stash_pairs = stash_fn<Isa>(chunk.split, d.flip, kPairs);
-    run.stash_checked = stash_fn<Isa>(chunk.split, d.flip, kChecked);
-    if (d.slides) {
-      const bool plain = byte_epilogue(chunk, e).plain;
-      run.slide[0] = slide_fn<Isa>(d, chunk.split, false, plain);
-      run.slide[1] = slide_fn<Isa>(d, chunk.split, true, plain);
-    }
+    for_split<Isa>(chunk.split, d.flip, [&]<bool kFlip, int kSplit>() {
+      run.stash = stash_fns<Isa, kFlip, kSplit>();
+      for (int pairs = 0; d.slides && pairs < 2; ++pairs) {
+        run.slide[pairs] = slide_fn<Isa, kFlip, kSplit>(d, pairs != 0);
+      }
+    });
     depthwise_chunk<Isa>(run);
     channel = chunk.channel + chunk.count;
   }

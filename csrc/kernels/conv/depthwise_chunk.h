@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A chunk of channels of a depthwise layer: its weights and parameters in the lane order of
-// Isa::interleave, how a row is cut into stretches, and how words become bytes.
+// A chunk of channels of a depthwise layer: its weights and parameters in lane order (that of
+// interleave_taps), how a row is cut into stretches, and how words become bytes.
 #pragma once
 
 #include "kernels/common.h"
@@ -116,7 +116,7 @@ void init_chunk(const DepthwiseLayer& d, const StashPlan& plan, void* scratch,
 }
 
 /// Vectors of 16 values each, at fetch(channel, n, scratch) for n <= 16 channels, to the order of
-/// Isa::interleave; rows that share a vector have the same channels, lanes behind n are zeros.
+/// interleave_taps; rows that share a vector have the same channels, lanes behind n are zeros.
 /// kWhole: n is always 16.
 template <class Isa, bool kWhole, class Fetch>
 TORCHQ_INLINE void load_lanes(const DepthwiseChunk<Isa>& chunk,

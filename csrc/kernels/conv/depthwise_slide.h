@@ -4,6 +4,11 @@
 // weights and parameters stay there too (contract: DepthwiseLayer in contract.h). On Zen 4 the 3x3
 // with stride 1 of benchmarks' suite `depthwise`, results s8, are 1.22 to 1.45 times as fast as
 // with the stash (geometric mean 1.31).
+//
+// Plain results (ByteEpilogue) inside the row go three pixels at a time, after which each column is
+// in its register again, and need no question whether a border is near. On Zen 5, whose pipes would
+// take 8.4 cycles for 64 outputs, instructions are what a pixel costs: 45 of them instead of 72, 11
+// to 13 cycles instead of 12.5 to 17.
 #pragma once
 
 #include "kernels/conv/depthwise_stash.h"
@@ -40,6 +45,31 @@ struct SlideGroup {
   }
 };
 
+/// On to the next pixel; opaque, so that the offset is not replaced by a pointer for each row.
+TORCHQ_INLINE void next_pixel(const PixelSource& src, int64_t& offset) {
+  offset += src.step;
+  asm("" : "+r"(offset));
+}
+
+/// Two vectors of words to the bytes of one pixel of kSplit rows.
+template <class Isa, class Check, int kSplit>
+TORCHQ_INLINE void store_pixel(const ByteEpilogue& f, uint8_t* pixel,
+                               const int64_t (&offset)[kSplit], typename Isa::Bytes low,
+                               typename Isa::Bytes high) {
+  if constexpr (Check::plain) {
+    Isa::store_rows(pixel, offset, kSplit, Isa::pack_bytes(low, high, false),
+                    Isa::kDepthwiseChannels / kSplit);
+  } else {
+    store_words<Isa>(f, pixel, offset, kSplit, low, high);
+  }
+}
+
+/// Where the first column of the window is among the registers of columns.
+template <int kValue>
+struct Phase {
+  static constexpr int value = kValue;
+};
+
 /// `pixels` destinations of a row from x on, or of two neighboring rows when kPairs.
 template <class Isa, bool kFlip, int kSplit, int kStride, bool kPairs>
 struct Slide {
@@ -48,6 +78,8 @@ struct Slide {
   /// registers: kept and spilled by the compiler, they made a row 4 to 12 % slower.
   static constexpr bool kReread = Isa::kDepthwiseVectors == 4 && kStride == 1 && kSplit > 1;
   static constexpr int kParts = Isa::kDepthwiseVectors / 2;
+  /// True where plain results have a loop of their own: two steps of two parts would spill sums.
+  static constexpr bool kHasPlain = kSteps == 1 || kParts == 1;
   static constexpr int kRows = kPairs ? 4 : 3, kDst = kPairs ? 2 : 1;
   static constexpr int kNew = kSlideWidth - kStride;  // first of the columns that a pixel adds
   static constexpr int64_t kQuadBytes = int64_t{Isa::kDepthwiseVectors} * kSteps * 64;
@@ -56,80 +88,67 @@ struct Slide {
   using Bytes = typename Isa::Bytes;
   using Columns = Int[kSlideWidth][kParts];
   using Group = SlideGroup<kSplit, kRows, kDst, kStride>;
-  struct Params {
-    Int init[kParts];
-    Float multiplier[kParts], offset[kParts];
-  };
 
-  /// Half kHalf of the column at pixel p, or of a column of zero points.
-  template <int kHalf>
-  static TORCHQ_INLINE void load_column(const Group& rows, const uint8_t* padding, int64_t src_step,
-                                        int channel, int count, int64_t p, bool inside,
-                                        Int (&column)[kParts]) {
+  /// Half kHalf of the column at pixel p. On to the next.
+  template <int kHalf, class Check>
+  static TORCHQ_INLINE void load_column(const Group& rows, const PixelSource& src, int64_t p,
+                                        int64_t& offset, Int (&column)[kParts]) {
     Bytes bytes[kQuad];
     TORCHQ_UNROLL for (int r = 0; r < kRows; ++r) {
-      const uint8_t* src[kSplit];
-      TORCHQ_UNROLL for (int s = 0; s < kSplit; ++s) {
-        src[s] = inside ? rows.row[s][r] + channel + p * src_step : padding;
-      }
-      bytes[r] = Isa::load_rows(src, count);
-      if constexpr (kFlip) bytes[r] = Isa::flip_sign(bytes[r]);
+      bytes[r] = load_pixel<Isa, kFlip, kSplit, Check>(rows, r, src, p, offset);
     }
+    next_pixel(src, offset);
     if constexpr (kRows < kQuad) bytes[kRows] = bytes[kRows - 1];
-    Isa::template interleave_half<kHalf>(bytes, column);
+    interleave_taps<Isa, kHalf>(bytes, column);
   }
 
-  /// Half the words of destination row r's pixel.
-  static TORCHQ_INLINE Bytes dot_columns(const Columns& columns, const Columns& kept,
-                                         const int8_t* weight, const Params& params) {
-    Int acc[kParts];
-    TORCHQ_UNROLL for (int p = 0; p < kParts; ++p) {
-      acc[p] = params.init[p];
-      TORCHQ_UNROLL for (int j = 0; j < kSlideWidth; ++j) {
-        if constexpr (kSteps == 1) {
-          Isa::dot(acc[p], columns[j][p], kept[j][p]);
-        } else {
-          const auto* w = reinterpret_cast<const int32_t*>(weight + j * kQuadBytes + p * 128);
-          Isa::dot(acc[p], Isa::template split_src<0>(columns[j][p]), Isa::load_int(w));
-          Isa::dot(acc[p], Isa::template split_src<1>(columns[j][p]), Isa::load_int(w + 16));
-        }
-      }
-      acc[p] = Isa::to_int(scaled<Isa>(acc[p], params.multiplier[p], params.offset[p]));
+  /// Adds a column's products with its weights: `kept` ones, or those in memory, in two steps.
+  static TORCHQ_INLINE void dot(Int& acc, Int column, const Int& kept, const int8_t* weight) {
+    if constexpr (kSteps == 1) {
+      Isa::dot(acc, column, kept);
+    } else {
+      const auto* w = reinterpret_cast<const int32_t*>(weight);
+      Isa::dot(acc, Isa::template split_src<0>(column), Isa::load_int(w));
+      Isa::dot(acc, Isa::template split_src<1>(column), Isa::load_int(w + kPanel));
     }
-    return Isa::pack_words(acc[0], acc[kParts - 1]);
   }
 
   static void run(const DepthwiseLayer& d, const DepthwiseChunk<Isa>& chunk, const SlideRows& rows,
                   int64_t x, int64_t pixels, const Epilogue& e) {
-    half<0>(d, chunk, rows, x, pixels, e);
-    half<1>(d, chunk, rows, x, pixels, e);
+    if constexpr (kHasPlain) {
+      if (byte_epilogue(chunk, e).plain) {
+        half<0, true>(d, chunk, rows, x, pixels, e);
+        return half<1, true>(d, chunk, rows, x, pixels, e);
+      }
+    }
+    half<0, false>(d, chunk, rows, x, pixels, e);
+    half<1, false>(d, chunk, rows, x, pixels, e);
   }
 
-  /// The words of half 0 wait in the stash for those of half 1.
-  template <int kHalf>
+  /// The words of half 0 wait in the stash for those of half 1. kPlain: of plain results, three
+  /// pixels at a time where all are inside the row.
+  template <int kHalf, bool kPlain>
   static TORCHQ_NOINLINE void half(const DepthwiseLayer& d, const DepthwiseChunk<Isa>& chunk,
                                    const SlideRows& rows, int64_t x, int64_t pixels,
                                    const Epilogue& e) {
-    // Stores could alias what is behind the references.
-    const int64_t src_step = d.channels, src_pixels = d.src_pixels;
-    const uint8_t* const padding = d.padding + chunk.channel;
-    const int count = chunk.count;
+    const PixelSource src(d, chunk.channel, chunk.count);
     const ByteEpilogue epilogue = byte_epilogue(chunk, e);
-    uint8_t* const first_pixel = static_cast<uint8_t*>(e.dst) + x * src_step + chunk.channel;
+    uint8_t* const first_pixel = static_cast<uint8_t*>(e.dst) + x * src.step + src.channel;
     const int64_t first = x * kStride - d.pad_begin;  // the first column's pixel
-    const int groups = rows.groups, channel = chunk.channel;
+    const int groups = rows.groups;
     const int8_t* const weight = chunk.weight + kHalf * kParts * kSteps * 64;
+    const int64_t weight_bytes = chunk.weight_bytes;
     Columns kept[kDst];
-    Params params;
+    Int init[kParts];
+    Float multiplier[kParts], shift[kParts];
     TORCHQ_UNROLL for (int p = 0; p < kParts; ++p) {
-      params.init[p] = Isa::load_int(chunk.acc_init[kHalf * kParts + p]);
-      params.multiplier[p] = Isa::load(chunk.multiplier[kHalf * kParts + p]);
-      params.offset[p] = Isa::load(chunk.offset[kHalf * kParts + p]);
-      if constexpr (kSteps == 1) {
-        TORCHQ_UNROLL for (int r = 0; r < kDst; ++r) {
-          TORCHQ_UNROLL for (int j = 0; j < kSlideWidth; ++j) {
-            kept[r][j][p] =
-                Isa::load_weight(weight + r * chunk.weight_bytes + j * kQuadBytes + p * 64);
+      init[p] = Isa::load_int(chunk.acc_init[kHalf * kParts + p]);
+      multiplier[p] = Isa::load(chunk.multiplier[kHalf * kParts + p]);
+      shift[p] = Isa::load(chunk.offset[kHalf * kParts + p]);
+      TORCHQ_UNROLL for (int r = 0; r < kDst; ++r) {
+        TORCHQ_UNROLL for (int j = 0; j < kSlideWidth; ++j) {
+          if constexpr (kSteps == 1) {
+            kept[r][j][p] = Isa::load_weight(weight + r * weight_bytes + j * kQuadBytes + p * 64);
           }
         }
       }
@@ -140,26 +159,53 @@ struct Slide {
       const Group* from = &group;
       uint8_t* pixel = first_pixel;
       Columns columns;
-      int64_t next = first;  // the next column's pixel
-      const auto load = [&](Int(&column)[kParts]) TORCHQ_INLINE_LAMBDA {
-        const bool inside = static_cast<uint64_t>(next) < static_cast<uint64_t>(src_pixels);
-        load_column<kHalf>(*from, padding, src_step, channel, count, next, inside, column);
-        ++next;
-      };
-      TORCHQ_UNROLL for (int j = 0; j < kNew; ++j) load(columns[j]);
-      for (int64_t i = 0; i < pixels; ++i, pixel += src_step) {
+      int64_t next = first, offset = first * src.step + src.channel;  // of the next column
+      TORCHQ_UNROLL for (int j = 0; j < kNew; ++j) {
+        load_column<kHalf, Checked<true, kPlain>>(*from, src, next++, offset, columns[j]);
+      }
+      const auto step = [&](auto check, auto phase) TORCHQ_INLINE_LAMBDA {
+        using Check = decltype(check);
+        constexpr int kPhase = decltype(phase)::value;
         if constexpr (kReread) asm volatile("" : "+r"(from)::"memory");
-        TORCHQ_UNROLL for (int j = kNew; j < kSlideWidth; ++j) load(columns[j]);
+        TORCHQ_UNROLL for (int j = kNew; j < kSlideWidth; ++j) {
+          load_column<kHalf, Check>(*from, src, next++, offset,
+                                    columns[(j + kPhase) % kSlideWidth]);
+        }
+        // Columns outermost, so that no product waits for the one before it.
+        Int acc[kDst][kParts];
+        TORCHQ_UNROLL for (int j = 0; j < kSlideWidth; ++j) {
+          TORCHQ_UNROLL for (int r = 0; r < kDst; ++r) {
+            TORCHQ_UNROLL for (int p = 0; p < kParts; ++p) {
+              if (j == 0) acc[r][p] = init[p];
+              dot(acc[r][p], columns[(j + kPhase) % kSlideWidth][p], kept[r][j][p],
+                  weight + r * weight_bytes + j * kQuadBytes + p * kSteps * 64);
+            }
+          }
+        }
         TORCHQ_UNROLL for (int r = 0; r < kDst; ++r, words += sizeof(Bytes)) {
-          const int8_t* row_weight = weight + r * chunk.weight_bytes;
-          const Bytes word = dot_columns(columns, kept[r], row_weight, params);
+          TORCHQ_UNROLL for (int p = 0; p < kParts; ++p) {
+            acc[r][p] = Isa::to_int(scaled<Isa>(acc[r][p], multiplier[p], shift[p]));
+          }
+          const Bytes word = Isa::pack_words(acc[r][0], acc[r][kParts - 1]);
           if constexpr (kHalf == 0) {
             Isa::store_channels(words, word, sizeof(Bytes));
           } else {
-            store_words<Isa>(epilogue, pixel, from->offset[r], kSplit,
-                             Isa::load_channels(words, sizeof(Bytes)), word);
+            store_pixel<Isa, Check>(epilogue, pixel, from->offset[r],
+                                    Isa::load_channels(words, sizeof(Bytes)), word);
           }
         }
+        pixel += src.step;
+      };
+      for (int64_t left = pixels; left > 0; --left) {
+        if constexpr (kPlain) {  // after three pixels each column is in its register again
+          for (; left >= 3 && next >= 0 && next + 3 * kStride <= src.pixels; left -= 3) {
+            step(Checked<false, true>{}, Phase<0>{});
+            step(Checked<false, true>{}, Phase<kStride>{});
+            step(Checked<false, true>{}, Phase<2 * kStride>{});
+          }
+          if (left == 0) break;
+        }
+        step(Checked<true, kPlain>{}, Phase<0>{});
         TORCHQ_UNROLL for (int j = 0; j < kNew; ++j) {
           TORCHQ_UNROLL for (int p = 0; p < kParts; ++p) columns[j][p] = columns[j + kStride][p];
         }

@@ -9,47 +9,6 @@
 
 namespace {
 
-/// Source of a row's pixels. Held by value, since stores of bytes could alias a reference.
-struct SlideSrc {
-  const uint8_t* padding;  // a pixel of zero points
-  int64_t step, pixels;    // elements between pixels; of a row
-  int channel, count;      // the first one; that exist
-
-  SlideSrc(const DepthwiseLayer& d, int first, int channels)
-      : padding(d.padding + first),
-        step(d.channels),
-        pixels(d.src_pixels),
-        channel(first),
-        count(channels) {}
-};
-
-/// Compile-time facts about a pixel: it may be outside the row; its channels fill the lanes and its
-/// result is u8 without bounds, so that the row needs no checks.
-template <bool kMayBeOutside, bool kPlain = false>
-struct Checked {
-  static constexpr bool value = kMayBeOutside, plain = kPlain;
-};
-
-/// The bytes of one source row of each part, `offset` from its first pixel, or zero points for a
-/// pixel outside.
-template <class Isa, bool kFlip, int kSplit, class Check, class Group>
-TORCHQ_INLINE typename Isa::Bytes load_pixel(const Group& rows, int r, const SlideSrc& src,
-                                             int64_t offset, bool inside) {
-  const uint8_t* pixel[kSplit];
-  TORCHQ_UNROLL for (int s = 0; s < kSplit; ++s) {
-    pixel[s] = !Check::value || inside ? rows.row[s][r] + offset : src.padding;
-  }
-  auto bytes = Isa::load_rows(pixel, Check::plain ? Isa::kDepthwiseChannels / kSplit : src.count);
-  if constexpr (kFlip) bytes = Isa::flip_sign(bytes);
-  return bytes;
-}
-
-/// On to the next pixel; opaque, so that the offset is not replaced by a pointer for each row.
-TORCHQ_INLINE void next_pixel(const SlideSrc& src, int64_t& offset) {
-  offset += src.step;
-  asm("" : "+r"(offset));
-}
-
 /// Calls step(checked, next) for `pixels` destinations, whose new columns are the two from pixel
 /// `next` on: `first` for the first of them. Unchecked where both are inside the row: loads then
 /// need no arithmetic, which would take the ports of the multiplications. Along rows of more than
@@ -80,19 +39,6 @@ TORCHQ_INLINE void for_each_pixel(int64_t first, int64_t src_pixels, int64_t pix
   }
 }
 
-/// Two vectors of words to the bytes of one pixel of kSplit rows.
-template <class Isa, class Check, int kSplit>
-TORCHQ_INLINE void store_pixel(const ByteEpilogue& f, uint8_t* pixel,
-                               const int64_t (&offset)[kSplit], typename Isa::Bytes low,
-                               typename Isa::Bytes high) {
-  if constexpr (Check::plain) {
-    Isa::store_rows(pixel, offset, kSplit, Isa::pack_bytes(low, high, false),
-                    Isa::kDepthwiseChannels / kSplit);
-  } else {
-    store_words<Isa>(f, pixel, offset, kSplit, low, high);
-  }
-}
-
 /// `pixels` destinations of a row from x on, of windows of three columns and up to three rows.
 /// Quads are two columns of two rows, and four neighboring pixels of the third row: 14 interleaving
 /// steps for the two columns that a destination adds, where columns of rows need 16. Weights are
@@ -109,6 +55,16 @@ struct SlidePairs {
     Int quads[kVectors];
     Bytes pair[2];
   };
+
+  /// Half of the state at the first column, of which b is the last pixel.
+  template <int kHalf>
+  static TORCHQ_INLINE void begin(const Bytes (&b)[3], Before& before) {
+    const Bytes pair = Isa::template pair_half<kHalf>(b[0], b[1]);
+    Int quads[kParts];
+    Isa::interleave_half(pair, pair, quads);
+    TORCHQ_UNROLL for (int p = 0; p < kParts; ++p) before.quads[kHalf * kParts + p] = quads[p];
+    before.pair[kHalf] = Isa::template pair_half<kHalf>(b[2], b[2]);
+  }
 
   /// Half the words of a destination whose new pixels are a and b.
   template <int kHalf>
@@ -138,7 +94,7 @@ struct SlidePairs {
   static TORCHQ_NOINLINE void run(const DepthwiseLayer& d, const DepthwiseChunk<Isa>& chunk,
                                   const SlideRows& rows, int64_t x, int64_t pixels,
                                   const Epilogue& e) {
-    const SlideSrc src(d, chunk.channel, chunk.count);
+    const PixelSource src(d, chunk.channel, chunk.count);
     const ByteEpilogue epilogue = byte_epilogue(chunk, e);
     uint8_t* const first_pixel = static_cast<uint8_t*>(e.dst) + x * src.step + src.channel;
     const int groups = rows.groups;
@@ -156,18 +112,15 @@ struct SlidePairs {
       int64_t offset = first * src.step + src.channel;
       Bytes a[3], b[3];
       const auto load = [&](auto check, int64_t p, Bytes(&bytes)[3]) {
-        const bool inside = static_cast<uint64_t>(p) < static_cast<uint64_t>(src.pixels);
         TORCHQ_UNROLL for (int r = 0; r < 3; ++r) {
-          bytes[r] = load_pixel<Isa, kFlip, kSplit, decltype(check)>(*from, r, src, offset, inside);
+          bytes[r] = load_pixel<Isa, kFlip, kSplit, decltype(check)>(*from, r, src, p, offset);
         }
         next_pixel(src, offset);
       };
       load(Checked<true>{}, first, b);
       Before before;
-      Bytes pairs[2];
-      Isa::pair_bytes(b[0], b[1], pairs);
-      Isa::interleave_pairs(pairs, pairs, before.quads);
-      Isa::pair_bytes(b[2], b[2], before.pair);
+      begin<0>(b, before);
+      begin<1>(b, before);
       for_each_pixel(first + 1, src.pixels, pixels, epilogue.plain,
                      [&](auto check, int64_t next) TORCHQ_INLINE_LAMBDA {
                        if constexpr (kSplit > 1)
@@ -199,12 +152,11 @@ struct SlideFive {
 
   /// Half kHalf of the column at pixel p; returns the fifth row's bytes. On to the next.
   template <int kHalf, class Check>
-  static TORCHQ_INLINE Bytes load_column(const Group& rows, const SlideSrc& src, Check, int64_t p,
-                                         int64_t& offset, Half& column) {
-    const bool inside = static_cast<uint64_t>(p) < static_cast<uint64_t>(src.pixels);
+  static TORCHQ_INLINE Bytes load_column(const Group& rows, const PixelSource& src, Check,
+                                         int64_t p, int64_t& offset, Half& column) {
     Bytes bytes[kFive];
     TORCHQ_UNROLL for (int r = 0; r < kFive; ++r) {
-      bytes[r] = load_pixel<Isa, kFlip, kSplit, Check>(rows, r, src, offset, inside);
+      bytes[r] = load_pixel<Isa, kFlip, kSplit, Check>(rows, r, src, p, offset);
     }
     next_pixel(src, offset);
     Isa::interleave_half(Isa::template pair_half<kHalf>(bytes[0], bytes[1]),
@@ -227,7 +179,7 @@ struct SlideFive {
   static TORCHQ_NOINLINE void half(const DepthwiseLayer& d, const DepthwiseChunk<Isa>& chunk,
                                    const Group& rows, int64_t x, int64_t pixels,
                                    const Epilogue& e) {
-    const SlideSrc src(d, chunk.channel, chunk.count);
+    const PixelSource src(d, chunk.channel, chunk.count);
     const ByteEpilogue epilogue = byte_epilogue(chunk, e);
     int64_t dst_offset[kSplit];
     TORCHQ_UNROLL for (int s = 0; s < kSplit; ++s) dst_offset[s] = rows.offset[0][s];

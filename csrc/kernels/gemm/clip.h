@@ -8,10 +8,6 @@
 
 namespace {
 
-/// True for tiers whose gemm_narrow adds the excess of clipped weights.
-template <class Isa>
-constexpr bool kHasExcess = Isa::kHasNarrow && Isa::kMaxPanels == 1;
-
 template <class Isa>
 int64_t clip(const int8_t* packed, int64_t quads, int8_t* clipped, int8_t* excess, int64_t* index) {
   constexpr int64_t kBytes = kPanel * kQuad;

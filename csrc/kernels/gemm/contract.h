@@ -141,8 +141,8 @@ struct GemmKernels {
   bool plans_tiles = false;
   void (*gemm)(const GemmTile&, const Epilogue&);
   /// Exact only for panels whose pair bound is at most 128, as clipped ones, to
-  /// whose products it adds those of `excess`, where `clip` is not null; reads
-  /// packed weights as they are. Null where `gemm` already does.
+  /// whose products it adds those of `excess`, on tiers with `clip`; reads packed
+  /// weights as they are. Null where `gemm` already does.
   void (*gemm_narrow)(const GemmTile&, const Epilogue&) = nullptr;
   /// `gemm` with packed weights as they are, widened in registers once for each
   /// tile of rows: for few rows. Null where `gemm` reads them, and on `avx512`.
@@ -162,8 +162,7 @@ struct PanelKernels {
   /// and of their excess, which no odd byte has: that of the even bytes, as
   /// 16-bit values, is written for the quads that have any, `index` says for
   /// which. Returns how many; all three have room for `quads`, and entries past
-  /// the returned count may be overwritten. Null where `gemm_narrow` knows no
-  /// excess.
+  /// the returned count may be overwritten. Null where `gemm_split` is.
   int64_t (*clip)(const int8_t* packed, int64_t quads, int8_t* clipped, int8_t* excess,
                   int64_t* index) = nullptr;
   /// Widens the rows of a tile for `gemm`, their runs side by side; s8 become

@@ -94,28 +94,16 @@ int gemm_short_rows(const GemmTile& t, const Epilogue& e, int panel) {
   return whole;
 }
 
-/// The panels from `panel` on that `gemm_short` has a tile for; returns the first that is left.
-template <class Isa>
+/// The panels from `panel` on that `gemm_short` has a tile for, of run lengths from the i-th on;
+/// returns the first that is left.
+template <class Isa, int i = 0>
 TORCHQ_INLINE int gemm_if_short(const GemmTile& t, const Epilogue& e, int panel) {
   if (!t.plan.is_short) return panel;
   if (t.num_runs == 3) return gemm_short_rows<Isa, 3, kShortQuadsOfThree>(t, e, panel);
-  static_assert(sizeof kShortQuads == 7 * sizeof *kShortQuads, "each has a case");
-  switch (t.runs->quads) {
-    case 4:
-      return gemm_short_rows<Isa, 1, 4>(t, e, panel);
-    case 6:
-      return gemm_short_rows<Isa, 1, 6>(t, e, panel);
-    case 8:
-      return gemm_short_rows<Isa, 1, 8>(t, e, panel);
-    case 10:
-      return gemm_short_rows<Isa, 1, 10>(t, e, panel);
-    case 12:
-      return gemm_short_rows<Isa, 1, 12>(t, e, panel);
-    case 16:
-      return gemm_short_rows<Isa, 1, 16>(t, e, panel);
-    default:
-      return gemm_short_rows<Isa, 1, 24>(t, e, panel);
+  if constexpr (i + 1 < sizeof kShortQuads / sizeof *kShortQuads) {
+    if (t.runs->quads != kShortQuads[i]) return gemm_if_short<Isa, i + 1>(t, e, panel);
   }
+  return gemm_short_rows<Isa, 1, kShortQuads[i]>(t, e, panel);
 }
 
 /// All panels of the tile, as wide as the registers allow; the last chunk takes the rest. Panels

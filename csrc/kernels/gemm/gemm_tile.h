@@ -4,7 +4,6 @@
 
 #include "kernels/cpu_tuning.h"
 #include "kernels/epilogue/register_epilogue.h"
-#include "kernels/gemm/clip.h"
 #include "kernels/gemm/dot_step.h"
 #include "kernels/gemm/tiles.h"
 
@@ -110,7 +109,7 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int first, 
       weight += (kHalves ? kSteps : 1) * kPanel * kQuad;
     }
   }
-  if constexpr (kIsNarrow && kHasExcess<Isa>) {
+  if constexpr (kIsNarrow && Isa::kWidensSrc) {
     if (t.excess != nullptr) add_excess<Isa, MR, kForm>(t.excess[panel], row, acc);
   }
   pin_sums<Isa>(acc);

@@ -12,8 +12,10 @@ constexpr PanelKernels make_entries() {
   PanelKernels k{};
   k.gemm_int4 = &gemm_int4<Isa>;
   if constexpr (Isa::kSteps > 1) k.widen = &widen<Isa>;
-  if constexpr (kHasExcess<Isa>) k.clip = &clip<Isa>;
-  if constexpr (Isa::kWidensSrc) k.widen_src = &widen_src<Isa>;
+  if constexpr (Isa::kWidensSrc) {
+    k.clip = &clip<Isa>;
+    k.widen_src = &widen_src<Isa>;
+  }
   k.compensate = &compensate<Isa>;
   k.pack_panel = &pack_panel<Isa>;
   k.sum_bytes = &sum_bytes<Isa>;

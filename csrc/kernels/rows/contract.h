@@ -16,17 +16,17 @@ struct RealRow {
 };
 
 // clang-format off
-/// One row of softmax, in float32, from q = src (as far as the largest q, the zero point drops out):
+/// One row of softmax, in float32, from x = src (less the largest, so that zero points drop out):
 ///
-///   z[i] = scale * float(q[i] - max q)        e[i] = exp(z[i])
+///   z[i] = scale * (x[i] - max x)             e[i] = exp(z[i])
 ///   S    = the sum of e: 16 lanes, lane j having i = j, j + 16, ...; each lane adds blocks of
 ///          kSumBlock / 16 of its values, then the blocks' sums, all in order of i. Lanes j and
 ///          j + 8 are added, then j and j + 4, j + 2, j + 1.
 ///   dst  = e * (1 / S), or, logarithmic, z - log(S)
 // clang-format on
 struct SoftmaxRow {
-  const uint8_t* src;
-  bool is_signed;
+  const void* src;
+  DType src_dtype;  // u8, s8 or f32
   int64_t size;
   float scale;
   bool logarithmic;
@@ -35,30 +35,14 @@ struct SoftmaxRow {
 };
 constexpr int kSumBlock = 512;
 
-/// One row of layer norm of float32, or of RMS norm:
-///
-///   m = float(S(x) / n), or 0 unless `centered`      d[i] = x[i] - m
-///   g = 1 / sqrt(float(S(d * d) / n + eps))          dst = fma(d * g, weight[i], bias[i])
-///
-/// S adds float32 in the order of SoftmaxRow's sum; means are double.
-struct NormRow {
-  const float* src;
-  int64_t size;
-  bool centered;
-  double eps;
-  const float* weight;  // null: 1
-  const float* bias;    // null: 0
-  RealRow dst;
-};
-
-/// dst[r][i] = fma(fma(float(q[r][i] - center), factor, shift), weight[i], bias[i]), q = src. All
-/// normalizations of integers come to this. Rows lie side by side.
+/// dst[r][i] = fma(fma(x[r][i] - center, factor, shift), weight[i], bias[i]), x = src. All
+/// normalizations come to this. Rows lie side by side.
 struct AffineRows {
-  const uint8_t* src;
-  bool is_signed;
+  const void* src;
+  DType src_dtype;  // u8, s8 or f32
   int64_t size, rows;
-  bool per_value;  // whether these three are those of value i, else of row r
-  const int32_t* center;
+  bool per_value;       // whether these three are those of value i, else of row r
+  const float* center;  // an integer where src is
   const float* factor;
   const float* shift;
   const float* weight;  // null: 1
@@ -89,12 +73,14 @@ struct ReduceRows {
   int32_t* dst;
 };
 
-/// sums[i] and squares[i]: of q = src[r * stride + i] and of q * q, over at most 256 rows r; exact.
+/// sums[i] and squares[i] of x = src[r * stride + i]. Of integers: int32, of x and of x * x, over
+/// at most 256 rows r; exact. Of floats: float32, of d = x - src[i] and of d * d, over rows r > 0
+/// in their order, by additions and fma(d, d, square).
 struct MomentsRows {
-  const uint8_t* src;
-  bool is_signed;
+  const void* src;
+  DType src_dtype;  // u8, s8 or f32
   int64_t rows, stride, size;
-  int32_t *sums, *squares;
+  void *sums, *squares;
 };
 
 /// Entries of rows/rows.cpp.
@@ -107,7 +93,10 @@ struct RowKernels {
   /// where not all values are finite.
   bool (*row_range)(const float* src, int64_t size, float* lo, float* hi);
   void (*softmax)(const SoftmaxRow&);
-  void (*normalize)(const NormRow&);
+  /// The mean m = float(S(src) / double(size)) of a row, or 0 unless `centered`, and S(d * d) of d
+  /// = src - m. S adds float32 in the order of SoftmaxRow's sum.
+  void (*row_deviations)(const float* src, int64_t size, bool centered, float* mean,
+                         float* squares);
   void (*moments)(const MomentsRows&);
   /// The sums of adjacent values, and of their squares.
   void (*row_moments)(const uint8_t* src, int64_t size, bool is_signed, int64_t* sum,

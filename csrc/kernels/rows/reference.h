@@ -42,14 +42,10 @@ float sum_row(int64_t size, Value value) {
 }
 
 void softmax(const SoftmaxRow& s) {
-  int32_t largest = integer_at(s.src, s.is_signed, 0);
-  for (int64_t i = 1; i < s.size; ++i) {
-    const int32_t q = integer_at(s.src, s.is_signed, i);
-    largest = q > largest ? q : largest;
-  }
-  const auto z = [&](int64_t i) {
-    return s.scale * static_cast<float>(integer_at(s.src, s.is_signed, i) - largest);
-  };
+  const auto value = [&](int64_t i) { return load_value(s.src, s.src_dtype, i, 0); };
+  float largest = value(0);
+  for (int64_t i = 1; i < s.size; ++i) largest = max_float(value(i), largest);
+  const auto z = [&](int64_t i) { return s.scale * (value(i) - largest); };
   for (int64_t i = 0; i < s.size; ++i) s.values[i] = Math<Scalar>::exp_normal(z(i));
   const float sum = sum_row(s.size, [&](int64_t i) { return s.values[i]; });
   const float inverse = 1.0f / sum, log_sum = Math<Scalar>::log(sum);
@@ -58,30 +54,39 @@ void softmax(const SoftmaxRow& s) {
   }
 }
 
-void normalize(const NormRow& s) {
-  const double n = static_cast<double>(s.size);
-  const float center =
-      s.centered ? static_cast<float>(sum_row(s.size, [&](int64_t i) { return s.src[i]; }) / n)
-                 : 0.0f;
-  const float squares = sum_row(s.size, [&](int64_t i) {
-    const float d = s.src[i] - center;
+void row_deviations(const float* src, int64_t size, bool centered, float* mean, float* squares) {
+  const double n = static_cast<double>(size);
+  *mean =
+      centered ? static_cast<float>(sum_row(size, [&](int64_t i) { return src[i]; }) / n) : 0.0f;
+  *squares = sum_row(size, [&](int64_t i) {
+    const float d = src[i] - *mean;
     return d * d;
   });
-  const float factor = 1 / Scalar::sqrt(static_cast<float>(squares / n + s.eps));
-  for (int64_t i = 0; i < s.size; ++i) {
-    const float y = (s.src[i] - center) * factor;
-    store_real(s.dst, i,
-               fmaf(y, s.weight != nullptr ? s.weight[i] : 1, s.bias != nullptr ? s.bias[i] : 0));
-  }
 }
 
 void moments(const MomentsRows& m) {
+  const auto x = [&](int64_t r, int64_t i) {
+    return load_value(m.src, m.src_dtype, r * m.stride + i, 0);
+  };
   for (int64_t i = 0; i < m.size; ++i) {
-    m.sums[i] = m.squares[i] = 0;
-    for (int64_t r = 0; r < m.rows; ++r) {
-      const int32_t q = integer_at(m.src, m.is_signed, r * m.stride + i);
-      m.sums[i] += q;
-      m.squares[i] += q * q;
+    if (m.src_dtype == DType::f32) {
+      float sum = 0, squares = 0;
+      for (int64_t r = 1; r < m.rows; ++r) {
+        const float d = x(r, i) - x(0, i);
+        sum += d;
+        squares = fmaf(d, d, squares);
+      }
+      static_cast<float*>(m.sums)[i] = sum;
+      static_cast<float*>(m.squares)[i] = squares;
+    } else {
+      int32_t sum = 0, squares = 0;
+      for (int64_t r = 0; r < m.rows; ++r) {
+        const int32_t q = static_cast<int32_t>(x(r, i));
+        sum += q;
+        squares += q * q;
+      }
+      static_cast<int32_t*>(m.sums)[i] = sum;
+      static_cast<int32_t*>(m.squares)[i] = squares;
     }
   }
 }
@@ -99,8 +104,8 @@ void affine(const AffineRows& a) {
   for (int64_t r = 0; r < a.rows; ++r) {
     for (int64_t i = 0; i < a.size; ++i) {
       const int64_t p = a.per_value ? i : r, at = r * a.size + i;
-      const float q = static_cast<float>(integer_at(a.src, a.is_signed, at) - a.center[p]);
-      const float y = fmaf(q, a.factor[p], a.shift[p]);
+      const float x = load_value(a.src, a.src_dtype, at, 0) - a.center[p];
+      const float y = fmaf(x, a.factor[p], a.shift[p]);
       store_real(a.dst, at,
                  fmaf(y, a.weight != nullptr ? a.weight[i] : 1, a.bias != nullptr ? a.bias[i] : 0));
     }

@@ -13,7 +13,17 @@ TORCHQ_INLINE typename Isa::Int load_q(const uint8_t* p, bool is_signed, typenam
   return is_signed ? Isa::load_s8(p, m) : Isa::load_u8(p, m);
 }
 
-/// use(tag), whose `value` is the dtype of a RealRow.
+/// 16 values of a source from element i on.
+template <class Isa, DType kSrc>
+TORCHQ_INLINE typename Isa::Float load_real(const void* src, int64_t i, typename Isa::Mask m) {
+  if constexpr (kSrc == DType::f32) {
+    return Isa::load(static_cast<const float*>(src) + i, m);
+  } else {
+    return Isa::to_float(load_q<Isa>(static_cast<const uint8_t*>(src) + i, kSrc == DType::s8, m));
+  }
+}
+
+/// use(tag), whose `value` is the dtype of a RealRow, or of a source: u8, s8 or f32.
 template <class Use>
 TORCHQ_INLINE void with_real_dtype(DType dtype, Use use) {
   if (dtype == DType::u8) return use(DTypeTag<DType::u8>{});
@@ -71,15 +81,33 @@ TORCHQ_INLINE float sum_row(int64_t size, Value value) {
   return Isa::sum_halves(sum);
 }
 
+/// Any of them where one is NaN.
+template <class Isa>
+TORCHQ_INLINE float largest_of(const float* src, int64_t size) {
+  if (size < kPanel) {
+    float lanes[kPanel];
+    for (int64_t i = 0; i < kPanel; ++i) lanes[i] = src[i < size ? i : 0];
+    return Isa::largest_lane(Isa::load(lanes));
+  }
+  auto best = Isa::load(src + size - kPanel);
+  for (int64_t i = 0; i + kPanel < size; i += kPanel) best = Isa::max(best, Isa::load(src + i));
+  return Isa::largest_lane(best);
+}
+
 /// values = z if kLogarithmic, else e; returns the sum S of e.
-template <class Isa, bool kLogarithmic>
+template <class Isa, bool kLogarithmic, DType kSrc>
 TORCHQ_INLINE float exponentials(const SoftmaxRow& s) {
   using Float = typename Isa::Float;
-  const auto largest = Isa::set_int(largest_of<Isa>(s.src, s.size, s.is_signed));
-  const Float scale = Isa::set(s.scale);
+  float max;
+  if constexpr (kSrc == DType::f32) {
+    max = largest_of<Isa>(static_cast<const float*>(s.src), s.size);
+  } else {
+    const auto* bytes = static_cast<const uint8_t*>(s.src);
+    max = static_cast<float>(largest_of<Isa>(bytes, s.size, kSrc == DType::s8));
+  }
+  const Float largest = Isa::set(max), scale = Isa::set(s.scale);
   return sum_row<Isa>(s.size, [&](int64_t i, auto m) {
-    const auto q = load_q<Isa>(s.src + i, s.is_signed, m);
-    const Float z = Isa::mul(scale, Isa::to_float(Isa::sub(q, largest)));
+    const Float z = Isa::mul(scale, Isa::sub(load_real<Isa, kSrc>(s.src, i, m), largest));
     const Float e = Math<Isa>::exp_normal(z);
     Isa::store(s.values + i, kLogarithmic ? z : e);
     return e;
@@ -113,7 +141,11 @@ bool row_range(const float* src, int64_t size, float* lo, float* hi) {
 
 template <class Isa>
 void softmax(const SoftmaxRow& s) {
-  const float sum = s.logarithmic ? exponentials<Isa, true>(s) : exponentials<Isa, false>(s);
+  float sum = 0;
+  with_real_dtype(s.src_dtype, [&](auto src) {
+    constexpr DType kSrc = decltype(src)::value;
+    sum = s.logarithmic ? exponentials<Isa, true, kSrc>(s) : exponentials<Isa, false, kSrc>(s);
+  });
   with_real_dtype(s.dst.dtype, [&](auto dst) {
     constexpr DType kDst = decltype(dst)::value;
     if (s.logarithmic) {
@@ -128,24 +160,6 @@ void softmax(const SoftmaxRow& s) {
       });
     }
   });
-}
-
-/// Squares are summed as floats, exactly: 256 of them are below 2^24.
-template <class Isa>
-void moments(const MomentsRows& m) {
-  for (int64_t i = 0; i < m.size; i += kPanel) {
-    const auto mask = Isa::mask(min_int(m.size - i, kPanel));
-    auto sum = Isa::zero();
-    auto squares = Isa::set(0.0f);
-    for (int64_t r = 0; r < m.rows; ++r) {
-      const auto q = load_q<Isa>(m.src + r * m.stride + i, m.is_signed, mask);
-      const auto x = Isa::to_float(q);
-      sum = Isa::add(sum, q);
-      squares = Isa::fma(x, x, squares);
-    }
-    Isa::store_int(m.sums + i, sum, mask);
-    Isa::store_int(m.squares + i, Isa::to_int(squares), mask);
-  }
 }
 
 /// s8 values as u8 ones, q + 128, which is undone in the end; the last vector is filled up with
@@ -193,38 +207,76 @@ struct OptionalRow {
 };
 
 template <class Isa>
-void normalize(const NormRow& s) {
-  using Float = typename Isa::Float;
-  const auto load = [&](int64_t i, auto m) { return Isa::load(s.src + i, m); };
-  const double n = static_cast<double>(s.size);
-  const Float center =
-      Isa::set(s.centered ? static_cast<float>(sum_row<Isa>(s.size, load) / n) : 0.0f);
-  const float squares = sum_row<Isa>(s.size, [&](int64_t i, auto m) {
-    const Float d = Isa::sub(load(i, m), center);
+void row_deviations(const float* src, int64_t size, bool centered, float* mean, float* squares) {
+  const auto load = [&](int64_t i, auto m) { return Isa::load(src + i, m); };
+  const double n = static_cast<double>(size);
+  *mean = centered ? static_cast<float>(sum_row<Isa>(size, load) / n) : 0.0f;
+  const auto center = Isa::set(*mean);
+  *squares = sum_row<Isa>(size, [&](int64_t i, auto m) {
+    const auto d = Isa::sub(load(i, m), center);
     return Isa::mul(d, d);
-  });
-  const Float variance = Isa::set(static_cast<float>(squares / n + s.eps));
-  const Float factor = Isa::div(Isa::set(1.0f), Isa::sqrt(variance));
-  const OptionalRow<Isa> weight(s.weight, kPanelOf1), bias(s.bias, kPanelOf0);
-  with_real_dtype(s.dst.dtype, [&](auto dst) {
-    store_real_row<Isa, decltype(dst)::value>(s.dst, 0, s.size, [&](int64_t i, auto m) {
-      const Float d = Isa::sub(load(i, m), center);
-      return Isa::fma(Isa::mul(d, factor), weight.load(i, m), bias.load(i, m));
-    });
   });
 }
 
-template <class Isa, DType kDst, bool kSigned, bool kPerValue>
+/// kPanels panels from column i on; `m` of the last. Squares of integers are summed as floats,
+/// exactly: 256 of them are below 2^24.
+template <class Isa, DType kSrc, int kPanels>
+TORCHQ_INLINE void column_moments(const MomentsRows& s, int64_t i, typename Isa::Mask m) {
+  using Float = typename Isa::Float;
+  constexpr bool kFloat = kSrc == DType::f32;
+  const auto valid = [&](int p) { return p + 1 < kPanels ? Isa::mask(kPanel) : m; };
+  Float origin[kPanels], sum[kPanels], squares[kPanels];
+  TORCHQ_UNROLL for (int p = 0; p < kPanels; ++p) {
+    sum[p] = squares[p] = origin[p] = Isa::set(0.0f);
+    if constexpr (kFloat) origin[p] = load_real<Isa, kSrc>(s.src, i + p * kPanel, valid(p));
+  }
+  for (int64_t r = kFloat ? 1 : 0; r < s.rows; ++r) {
+    TORCHQ_UNROLL for (int p = 0; p < kPanels; ++p) {
+      Float x = load_real<Isa, kSrc>(s.src, r * s.stride + i + p * kPanel, valid(p));
+      if constexpr (kFloat) x = Isa::sub(x, origin[p]);
+      sum[p] = Isa::add(sum[p], x);
+      squares[p] = Isa::fma(x, x, squares[p]);
+    }
+  }
+  TORCHQ_UNROLL for (int p = 0; p < kPanels; ++p) {
+    const auto store = [&](void* dst, Float x) {
+      if constexpr (kFloat) {
+        Isa::store(static_cast<float*>(dst) + i + p * kPanel, x, valid(p));
+      } else {
+        Isa::store_int(static_cast<int32_t*>(dst) + i + p * kPanel, Isa::to_int(x), valid(p));
+      }
+    };
+    store(s.sums, sum[p]);
+    store(s.squares, squares[p]);
+  }
+}
+
+/// Two panels at a time: one waits for its additions.
+template <class Isa>
+void moments(const MomentsRows& s) {
+  with_real_dtype(s.src_dtype, [&](auto src) {
+    constexpr DType kSrc = decltype(src)::value;
+    for (int64_t i = 0; i < s.size; i += 2 * kPanel) {
+      const int64_t left = s.size - i;
+      if (left > kPanel) {
+        column_moments<Isa, kSrc, 2>(s, i, Isa::mask(min_int(left - kPanel, kPanel)));
+      } else {
+        column_moments<Isa, kSrc, 1>(s, i, Isa::mask(static_cast<int>(left)));
+      }
+    }
+  });
+}
+
+template <class Isa, DType kDst, DType kSrc, bool kPerValue>
 TORCHQ_INLINE void affine_rows(const AffineRows& a) {
   const OptionalRow<Isa> weight(a.weight, kPanelOf1), bias(a.bias, kPanelOf0);
   for (int64_t r = 0; r < a.rows; ++r) {
     const int64_t row = kPerValue ? 0 : r, first = r * a.size;
-    const auto center = Isa::set_int(a.center[row]);
+    const auto center = Isa::set(a.center[row]);
     const auto factor = Isa::set(a.factor[row]), shift = Isa::set(a.shift[row]);
     store_real_row<Isa, kDst>(a.dst, first, a.size, [&](int64_t i, auto m) {
-      const auto q = load_q<Isa>(a.src + first + i, kSigned, m);
-      const auto x =
-          Isa::to_float(Isa::sub(q, kPerValue ? Isa::load_int(a.center + i, m) : center));
+      const auto x = Isa::sub(load_real<Isa, kSrc>(a.src, first + i, m),
+                              kPerValue ? Isa::load(a.center + i, m) : center);
       const auto y = Isa::fma(x, kPerValue ? Isa::load(a.factor + i, m) : factor,
                               kPerValue ? Isa::load(a.shift + i, m) : shift);
       return Isa::fma(y, weight.load(i, m), bias.load(i, m));
@@ -236,13 +288,10 @@ template <class Isa>
 void affine(const AffineRows& a) {
   if (a.size == 0) return;
   with_real_dtype(a.dst.dtype, [&](auto dst) {
-    constexpr DType kDst = decltype(dst)::value;
-    if (a.is_signed) {
-      a.per_value ? affine_rows<Isa, kDst, true, true>(a) : affine_rows<Isa, kDst, true, false>(a);
-    } else {
-      a.per_value ? affine_rows<Isa, kDst, false, true>(a)
-                  : affine_rows<Isa, kDst, false, false>(a);
-    }
+    with_real_dtype(a.src_dtype, [&](auto src) {
+      constexpr DType kDst = decltype(dst)::value, kSrc = decltype(src)::value;
+      a.per_value ? affine_rows<Isa, kDst, kSrc, true>(a) : affine_rows<Isa, kDst, kSrc, false>(a);
+    });
   });
 }
 

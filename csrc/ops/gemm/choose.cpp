@@ -103,9 +103,7 @@ Weights choose_weights(const GemmProblem& p, const Kernels& tier, Reasons& reaso
   if (tier.widening == 1) return Weights::kBytes;
   if (p.narrow) return Weights::kNarrow;
   reasons.add("gemm_narrow", "adjacent weights of one sign add up to more than 128");
-  if (tier.clip == nullptr || tier.gemm_split == nullptr || p.group_quads > 0) {
-    return Weights::kWidened;
-  }
+  if (tier.gemm_split == nullptr || p.group_quads > 0) return Weights::kWidened;
   const int64_t rows = p.rows();
   if (rows <= tuning::kSplitBeforeClipped) {
     reasons.add("gemm_clipped", "there are few rows");
