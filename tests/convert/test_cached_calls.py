@@ -260,6 +260,27 @@ def test_attention_to_a_cache_is_float_and_reads_each_head_once() -> None:
     assert "a cache keeps in float" in text
 
 
+@torch.no_grad()
+def test_traces_are_of_the_models_own_code() -> None:
+    """The positions that a call leaves out would be those of the traced sizes."""
+    converted, dispatch = quantized(model())
+
+    class Logits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = converted
+
+        def forward(self, ids: Tensor) -> Tensor:
+            logits: Tensor = self.model(ids, use_cache=False).logits
+            return logits
+
+    traced = torch.jit.trace(Logits(), tokens(2, 6), check_trace=False)
+    for rows, length in ((2, 6), (1, 9), (3, 1)):
+        ids = tokens(rows, length)
+        assert torchq.sqnr(own(converted, ids).logits, traced(ids)) > 35
+    assert dispatch.graph_calls == 0
+
+
 def test_files_that_say_to_have_a_cache_and_have_none() -> None:
     _, dispatch = quantized(model())
     known: Any = dispatch.example

@@ -146,6 +146,8 @@ class CachedExample(Example):
         ValueError: no parameter of the model has keys and values: a file was changed.
     """
 
+    traceable = False  # the positions that it makes would stay those of the traced sizes
+
     def __post_init__(self) -> None:
         """Check what a file may have changed."""
         names = [name for name in _CACHES if name in self.signature.parameters]
@@ -169,7 +171,7 @@ class CachedExample(Example):
         choose, form = super().chooser(traced), self._form()
 
         def of_tensors(*args: object, **kwargs: object) -> tuple[Tensor, ...] | None:
-            call = None if traced else form.tensors(form.named(args, kwargs))
+            call = form.tensors(form.named(args, kwargs))
             return None if call is None else choose(**call)
 
         return of_tensors

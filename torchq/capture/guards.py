@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -39,6 +40,9 @@ class Example:
         lines: size -> the line of the module's code that fixes it.
         neutral: option -> values that give the same results as the example, such as None.
     """
+
+    traceable: ClassVar[bool] = True
+    """Whether torch.jit.trace and torch.compile record how a call becomes tensors."""
 
     cls: type[nn.Module]
     arguments: list[Argument]

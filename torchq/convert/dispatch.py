@@ -74,6 +74,8 @@ class Dispatch(Attachment):
         def untraced(*args: object, **kwargs: object) -> tuple[Tensor, ...] | None:
             """Choose as a call that torch.jit.trace does not record."""
             refuse_onnx_export()
+            if not self.example.traceable:
+                return None
             state = _get_tracing_state()
             _set_tracing_state(None)
             try:
@@ -142,7 +144,7 @@ class Dispatch(Attachment):
     ) -> object:
         """Take a call within torch.compile or export; a count would compile each call anew."""
         try:
-            found = choose(*args, **kwargs)
+            found = choose(*args, **kwargs) if self.example.traceable else None
         except TypeError:
             found = None
         if found is None or self.module.training or hooks_inside(self.module) - self._known:
