@@ -74,6 +74,7 @@ def test_a_condition_computes_what_python_computes(text: str) -> None:
         "-" * 300 + "s0[0] > 1",
         "s0[0] - (" * 120 + "1" + ")" * 120,
         " or ".join(["s0[0] == 1"] * 9000),
+        "0 < (" * 40 + "s0[0]" + ") < 9" * 40,  # each middle is there twice: 2^40 parts
     ],
 )
 def test_a_text_that_is_no_condition_is_refused(text: str) -> None:

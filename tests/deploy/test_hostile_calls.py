@@ -132,6 +132,18 @@ RAISES: dict[str, list[Any]] = {
         call("a", "torch.full", [16], 1.0),
         call("o", "torch.histc", node("a"), 100),
     ],
+    "bins between numbers that are one in float32": [
+        call("a", "torch.full", [16], 1.0),
+        call("o", "torch.histc", node("a"), 100, 1.0, 1.0000000001),
+    ],
+    "no head to repeat": [
+        full("q", 1, 4, 2, 8),
+        full("k", 1, 0, 2, 8),
+        [
+            *call("o", "aten::scaled_dot_product_attention.default", *map(node, "qkq"))[:4],
+            {"dict": {"enable_gqa": True}},
+        ],
+    ],
     "groups with gaps": [
         call("i", "torch.zeros", [2]),
         call("e", "Tensor.to", node("i"), {"dtype": "int32"}),

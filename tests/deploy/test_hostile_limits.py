@@ -114,7 +114,7 @@ def test_levels_of_names_in_graphs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["torchq_graph", "torchq_call"])
 def test_one_text_of_many_names(key: str, tmp_path: Path) -> None:
     """It is parsed for each of them, whatever stands in it."""
-    parts = 8
+    parts = 20
     junk = "a" * 300_000
     tensors = {"0.torchq_graph": graph(), "0.torchq_call": text(CALL)}
     tensors[f"0.{key}"] = graph(name=junk) if key == "torchq_graph" else text({**CALL, "j": junk})
@@ -129,7 +129,7 @@ def test_one_text_of_many_names(key: str, tmp_path: Path) -> None:
 def test_one_spec_of_many_graphs(tmp_path: Path) -> None:
     qmodel = torchq.quantize(nn.Sequential(nn.Linear(8, 8)).eval(), [torch.randn(4, 8)])
     layer = next(m for m in qmodel.modules() if isinstance(m, torchq.nn.QLinear))
-    parts = 8
+    parts = 20
     tensors = {"0.torchq_graph": graph(), "0.torchq_call": text(CALL)}
     tensors["0.torchq_graph.l.spec"] = text({**layer.read_spec(), "recipe": "a" * 300_000})
     aliases = {f"{i}.{key[2:]}": key for i in range(1, parts) for key in tensors}
@@ -202,6 +202,7 @@ def test_one_tensor_of_many_parameters_is_converted_once(
 NORM = {"src": "f32", "src_bits": 8, "dst": "u8", "dst_bits": 8, "post_ops": ""}
 TABLE = {"bits": 8, "scales": "f32", "padding": None}
 LAYER = {"dilation": [1], "stride": [1]}
+LINEAR = {"weight": [1, 1], "groups": 1, "dilation": [], "dst": "f32"}
 
 
 @pytest.mark.parametrize(
@@ -212,11 +213,15 @@ LAYER = {"dilation": [1], "stride": [1]}
         ("DynamicQConv1d", LAYER | {"weight": [2**62] * 999, "groups": 1}),
         ("QEmbedding", TABLE | {"weight": [[0], 8]}),
         ("QEmbedding", TABLE | {"weight": [8, 8], "bits": [0]}),
+        ("QLinear", LINEAR | {"post_op_values": [0] * 65}),
         ("QConvTranspose1d", LAYER | {"weight": [8, [0], 3], "groups": 8, "geometry": []}),
     ],
 )  # fmt: skip
 def test_sizes_of_specs_are_few_numbers(cls: str, fields: dict[str, Any], tmp_path: Path) -> None:
-    """The product of 150,000 took a minute; a list by a number was a list of gigabytes."""
+    """The product of 150,000 took a minute; a list by a number was a list of gigabytes.
+
+    Each of 490,000 values was a tensor, which took 200 MB and 4 s.
+    """
     node = ["call_module", "y", "m", [{"node": "x"}], NONE, None]
     tensors = {"torchq_graph": graph(node)}
     tensors["m.spec"] = text({"class": cls, "version": 1, **fields})
@@ -260,3 +265,22 @@ def test_sizes_that_are_equal_in_a_chain() -> None:
         calls[tensors] = len(called)
         assert found == [0] * tensors + list(range(tensors, 2 * tensors))
     assert calls[400] < 2.2 * calls[200], calls
+
+
+@pytest.mark.parametrize("key", ["header", "m.spec", "torchq_graph", "torchq_aliases"])
+def test_texts_of_wide_characters_are_short(key: str, tmp_path: Path) -> None:
+    """One of them makes four bytes of each character: seven times the file were taken."""
+    wide = json.dumps("a" * 8_000_000 + "\U0001f600")
+    path, known = tmp_path / "file", {"torchq_graph": graph()}
+    if key == "header":
+        header = json.dumps({json.loads(wide): 0})
+        path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(8))
+    else:
+        own = torch.frombuffer(
+            bytearray(f'{{"version": 3, "x": {wide}}}'.encode()), dtype=torch.uint8
+        )
+        write_tensors("test", path, {**known, key: own})
+    with pytest.raises(
+        ValueError, match=f"its header is not|a spec is short|{told('bytes of texts')}"
+    ):
+        torchq.load(path)

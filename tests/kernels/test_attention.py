@@ -336,3 +336,5 @@ def test_errors():
     for heads in (1, 6):
         with pytest.raises(ValueError, match=f"a multiple of the heads .* got {heads} and 4"):
             grouped(torch.zeros(2, heads, 5, 8), *[torch.zeros(2, 4, 5, 8)] * 2)
+    with pytest.raises(torch.jit.Error, match=r"a multiple of the heads .* got 4 and 0"):
+        torch.jit.script(grouped)(torch.zeros(2, 4, 5, 8), *[torch.zeros(2, 0, 5, 8)] * 2)

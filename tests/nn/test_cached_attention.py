@@ -68,3 +68,5 @@ def test_errors() -> None:
         attention(x, x, x[..., :3, :], mask)
     with pytest.raises(ValueError, match=r"got \[4, 3\] for 4 queries, 4 keys"):
         attention(x, x, x, mask[:, :3])
+    with pytest.raises(ValueError, match=r"key must have heads .*, got \[1, 0, 4, 8\]"):
+        CachedAttention(enable_gqa=True)(x, x[:, :0], x, mask)  # ended the process

@@ -26,14 +26,15 @@ def read_json(text: bytes | memoryview, nbytes: int = 0) -> Any:
 
     Args:
         text: of others.
-        nbytes: of the file, each hundred of which may have one value more.
+        nbytes: of the file, if the text is its header; each hundred may have one value more.
 
     Raises:
         ValueError: it is no JSON, or has more values or levels than files of torchq have, or is
             long and not ASCII.
     """
     text = bytes(text)
-    if len(text) > _WIDE and not text.isascii():
+    is_long = nbytes > 0 and len(text) > _WIDE + nbytes // 16  # other texts count their bytes
+    if (is_long and b"\\u" in text) or (len(text) > _WIDE and not text.isascii()):
         raise ValueError("its text is long, and has characters beyond ASCII")
     if has_many_values(text, nbytes) or (_brackets(text) > _DEPTH and _levels(text) > _DEPTH):
         raise ValueError("its text has too many values or levels")

@@ -205,6 +205,9 @@ def _compared(terms: list[Term], ops: list[ast.cmpop]) -> Term:
     """Return ``a < b``, or ``a < b and b < c`` for a longer chain."""
     if not all(type(op) in _OPERATORS for op in ops):
         raise ValueError("a condition on sizes compares by ==, !=, <, <=, > and >= only")
+    inner = (part for term in terms[1:-1] for part in parts(term))  # which are there twice below
+    if any(isinstance(part, Call) and _LEVEL.get(part.name) == _LEVEL["=="] for part in inner):
+        raise ValueError("a condition on sizes compares numbers in the middle of a chain")
     pairs = zip(terms, ops, terms[1:], strict=False)
     calls = tuple(Call(_OPERATORS[type(op)], (a, b)) for a, op, b in pairs)
     return calls[0] if len(calls) == 1 else Call("and", calls)

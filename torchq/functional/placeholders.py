@@ -17,7 +17,8 @@ from torch import Tensor
 _LIMITS: dict[str, tuple[int, float]] = {
     "bytes of memory": (1 << 20, 2),
     "modules": (1_000, 1 / 1_000),  # one takes a millisecond, and a kilobyte of its file
-    "bytes of texts": (1 << 20, 1),  # of specs and graphs, which may have many names
+    # of specs and graphs, which may have many names; of one a Python text may take four
+    "bytes of texts": (1 << 22, 1 / 4),
     "values of specs": (500_000, 1 / 100),  # 90 MB of objects
     "nodes of graphs": (9_000, 1 / 8_000),  # encoders of 48 layers have 3,000; 0.3 ms and 8 KB each
     "values in graphs": (100_000, 1 / 1_000),  # in arguments of nodes; a value takes 0.7 KB

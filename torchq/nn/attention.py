@@ -135,7 +135,8 @@ class CachedAttention(QModule):
 
     Raises:
         TypeError: the mask is not bool.
-        ValueError: there is not one value for each key, or the mask does not fit.
+        ValueError: there is not one value for each key, the mask does not fit, or with
+            ``enable_gqa`` the key has no heads.
     """
 
     def __init__(self, scale: float | None = None, enable_gqa: bool = False) -> None:
@@ -163,6 +164,11 @@ class CachedAttention(QModule):
                 f"each key, got {list(mask.shape)} for {queries} queries, {keys} keys and "
                 f"{value.shape[-2]} values. Check how they were made."
             )
+        if self.enable_gqa and key.shape[-3] == 0:  # torch would divide by it
+            raise ValueError(
+                "torchq.nn.CachedAttention: key must have heads (dim -3) with enable_gqa, got "
+                f"{list(key.shape)}. Pass as many keys as values."
+            )
         needed, is_causal = not bool(mask.all()), False
         if needed and queries == keys:
             causal = torch.ones(queries, keys, dtype=torch.bool).tril_()
@@ -175,7 +181,8 @@ class CachedAttention(QModule):
 
 def _repeated(src: Tensor, query: Tensor) -> Tensor:
     """Each head as often as query has heads for it."""
-    if query.shape[-3] % src.shape[-3] != 0:
+    # a division by zero ends the process of a script
+    if src.shape[-3] == 0 or query.shape[-3] % src.shape[-3] != 0:
         raise ValueError(
             f"torchq.nn.QAttention: query must have a multiple of the heads of key and value, got "
             f"{query.shape[-3]} and {src.shape[-3]} heads (dim -3). Leave out enable_gqa where "

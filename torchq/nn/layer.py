@@ -327,6 +327,7 @@ class QLayer(QModule):
             scale = placeholder(spec["dst_scales"])
             dst = QParams(scale, torch.zeros_like(scale, dtype=torch.int32), dst.dtype, 1)
         zeros = spec.get("weight_zero_points")
+        check_sizes(spec["post_op_values"])
         values = [placeholder(n) for n in spec["post_op_values"]]
         take(4 * packed.channels * len(values))  # folding makes one per channel of each
         return {

@@ -24,7 +24,7 @@ from torchq.convert.dispatch import dispatches, full_state, memory
 from torchq.convert.sources import name_sources
 from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.swap.weights import leave_fast_paths, settled, split_attention
-from torchq.functional.placeholders import OF_A_NAME, count_modules, limited_placeholders
+from torchq.functional.placeholders import OF_A_NAME, count, count_modules, limited_placeholders
 from torchq.graphs.code import with_code
 from torchq.graphs.loading import load_each
 from torchq.graphs.module import QuantizedGraph
@@ -208,7 +208,11 @@ def _parameters(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 def _json(text: Tensor | None) -> dict[str, str]:
-    return {} if text is None else dict(read_json(text_bytes(text)))
+    if text is None:
+        return {}
+    raw = text_bytes(text)
+    count("bytes of texts", len(raw))
+    return dict(read_json(raw))
 
 
 def _graph_alone(state: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -182,17 +182,18 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """As of nn.functional; torch reads as many keys as there are values.
+    """As of nn.functional; torch reads as many keys as there are values, and divides by heads.
 
     TorchScript compiles it.
 
     Raises:
-        ValueError: there are more values than keys, or less.
+        ValueError: there are more values than keys, or less; or no heads that are to be repeated.
     """
-    if key.dim() < 2 or value.dim() < 2 or key.size(-2) != value.size(-2):
+    known = key.dim() >= 2 and value.dim() >= 2 and key.size(-2) == value.size(-2)
+    if not known or (enable_gqa and (key.dim() < 3 or key.size(-3) == 0)):
         raise ValueError(
-            "torchq.load: attention of the graph must have a value for each key, got another "
-            "number of them. Check the source."
+            "torchq.load: attention of the graph must have a value for each key, and heads with "
+            "enable_gqa, got others. Check the source."
         )
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -229,9 +230,11 @@ def histc(input: Tensor, bins: int = 100, min: int = 0, max: int = 0) -> Tensor:
     Mixtures of experts count their rows with it. TorchScript compiles it.
 
     Raises:
-        ValueError: the source is not float32, or the numbers are beyond 65,536.
+        ValueError: the source is not float32, or the numbers are no integers up to 65,536.
     """
     known = 0 < bins <= 65536 and -65536 <= min < max <= 65536
+    # two numbers that are one in float32 are no range there
+    known = known and min == int(min) and max == int(max)
     if not known or input.dtype != torch.float32:
         raise ValueError(
             "torchq.load: histc of the graph must count float32 in at most 65,536 bins between "

@@ -18,6 +18,8 @@ from torchq.functional.placeholders import (
 from torchq.nn.module import QModule, read_spec, text_bytes
 
 State = Mapping[str, Tensor]
+_LONGEST_SPEC = 1 << 20
+"""Bytes; a module writes its own anew, which takes ten times as many."""
 
 
 def under(name: str, key: str) -> str:
@@ -54,6 +56,8 @@ def quantized_modules(state: dict[str, Tensor]) -> dict[str, nn.Module]:
         module, is_known = made.get(id(spec)), id(spec) in made
         if module is None:
             text = text_bytes(spec)
+            if len(text) > _LONGEST_SPEC:
+                raise ValueError(f"torchq.load: a spec is short, got {len(text)} bytes in '{name}'")
             count("bytes of texts", len(text))
             count("values of specs", values_in(text))
             if text in empty:
