@@ -83,7 +83,7 @@ class _Form:
                 return None
             mask = ids.new_ones(batch, length + count)
         if positions is None:
-            positions = torch.arange(length, length + count).expand(batch, count)
+            positions = torch.arange(length, length + count, device="cpu").expand(batch, count)
         for tensor, rows, size in ((mask, {batch}, length + count), (positions, {1, batch}, count)):
             if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.dim() != 2:
                 return None
@@ -93,7 +93,7 @@ class _Form:
         found |= {_MASK: mask.long(), _POSITIONS: positions.expand(batch, count), self.cache: past}
         if _KEEP in self.parameters:
             keep = given.get(_KEEP, 0)
-            found[_KEEP] = torch.arange(count)[-keep:] if type(keep) is int else keep
+            found[_KEEP] = torch.arange(count, device="cpu")[-keep:] if type(keep) is int else keep
         return found
 
     def _past(self, cache: object, batch: int) -> list[Tensor] | None:
@@ -103,7 +103,10 @@ class _Form:
             return None
         if tensors:
             return tensors
-        return [torch.empty(batch, heads, 0, size, dtype=kind) for heads, size, kind in self.kinds]
+        return [
+            torch.empty(batch, heads, 0, size, dtype=kind, device="cpu")
+            for heads, size, kind in self.kinds
+        ]
 
     def results(self, output: Any, tensors: list[Tensor], given: _Given) -> object:
         """Return what the model gives, once its keys and values are in the cache of the caller."""
@@ -293,10 +296,10 @@ def smaller_calls(exported: Exported) -> Iterator[list[Tensor]]:
         call = given | {
             _IDS: every[:batch, :count],
             _MASK: every.new_ones(batch, length + count),
-            _POSITIONS: torch.arange(length, length + count).expand(batch, count),
+            _POSITIONS: torch.arange(length, length + count, device="cpu").expand(batch, count),
             cache: [t[:batch, :, :length] for t in past],
         }
         if _KEEP in given:
-            call[_KEEP] = torch.arange(count)[-kept:]
+            call[_KEEP] = torch.arange(count, device="cpu")[-kept:]
         leaves = pytree.tree_leaves(((), call))
         yield [leaves[argument.index].contiguous() for argument in exported.arguments]

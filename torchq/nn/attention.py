@@ -171,7 +171,7 @@ class CachedAttention(QModule):
             )
         needed, is_causal = not bool(mask.all()), False
         if needed and queries == keys:
-            causal = torch.ones(queries, keys, dtype=torch.bool).tril_()
+            causal = torch.ones(queries, keys, dtype=torch.bool, device="cpu").tril_()
             is_causal = torch.equal(mask, causal.expand_as(mask))
         return F.scaled_dot_product_attention(
             query, key, value, mask if needed and not is_causal else None, 0.0, is_causal,
