@@ -256,9 +256,9 @@ def _without(output: Any, cache: str) -> tuple[object, list[Tensor]]:
 
 
 def _taker(model: nn.Module, cache: str) -> nn.Module:
-    """Make a copy of a language model take and give keys and values in the place of a cache.
+    """Return a model with the same parts that takes and gives keys and values, and no cache.
 
-    Its class becomes one of its own, as in ``torch.nn.utils.parametrize``.
+    Its class is one of its own, so that all its parts have the names that they have in the model.
     """
     cls = type(model)
 
@@ -268,8 +268,10 @@ def _taker(model: nn.Module, cache: str) -> nn.Module:
         given = {**call, cache: held, "use_cache": True}
         return _without(cls.forward(self, **given), cache)
 
-    model.__class__ = type(cls.__name__, (cls,), {"forward": forward})
-    return model
+    kind: type[nn.Module] = type(cls.__name__, (cls,), {"forward": forward})
+    made = kind.__new__(kind)
+    vars(made).update(vars(model))
+    return made
 
 
 def fix_kinds(exported: Exported) -> None:

@@ -40,7 +40,7 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
 }
 """Functions that a condition may call, by their names in its text."""
 _OF_MANY = ("max", "min", "torch.sym_max", "torch.sym_min")
-"""Those of several numbers, by name: torch.export gives ``builtins`` others while it captures."""
+"""Those of several numbers, by name: torch.export puts others in their place while it captures."""
 _CONSTANTS = {"math.inf": math.inf, "math.nan": math.nan}
 
 # How tightly each operator binds in Python, the loosest first.
