@@ -69,19 +69,7 @@ class Dispatch(Attachment):
         own = type(self.module).forward
         signature = inspect.signature(own)
         choose, choose_traced = self.example.chooser(), self.example.chooser(traced=True)
-        restore = self.example.restore()
-
-        def untraced(*args: object, **kwargs: object) -> tuple[Tensor, ...] | None:
-            """Choose as a call that torch.jit.trace does not record."""
-            refuse_onnx_export()
-            if not self.example.traceable:
-                return None
-            state = _get_tracing_state()
-            _set_tracing_state(None)
-            try:
-                return choose(*args, **kwargs)
-            finally:
-                _set_tracing_state(state)
+        untraced, restore = self._untraced(choose), self.example.restore()
 
         def forward(self: Dispatch, *args: object, **kwargs: object) -> object:
             if is_compiling():
@@ -116,6 +104,22 @@ class Dispatch(Attachment):
         forward.__signature__ = signature  # type: ignore[attr-defined]
         forward.__doc__, forward.__name__ = own.__doc__, "forward"
         return MethodType(forward, self)
+
+    def _untraced(self, choose: _Choose) -> _Choose:
+        """Return the function that chooses as a call that torch.jit.trace does not record."""
+
+        def untraced(*args: object, **kwargs: object) -> tuple[Tensor, ...] | None:
+            refuse_onnx_export()
+            if not self.example.traceable:
+                return None
+            state = _get_tracing_state()
+            _set_tracing_state(None)
+            try:
+                return choose(*args, **kwargs)
+            finally:
+                _set_tracing_state(state)
+
+        return untraced
 
     def _run_own(self, args: Args, kwargs: Kwargs) -> object:
         """Run the module's own code; hooks that transformers adds in such a call do not stay."""

@@ -37,8 +37,12 @@ def outer_of(name: str, modules: Mapping[str, nn.Module]) -> str | None:
     """Return the shortest of these names that a name is, or begins with."""
     if "" in modules:
         return ""
-    ends = (i for i, character in enumerate(f"{name}.") if character == ".")
-    return next((name[:end] for end in ends if name[:end] in modules), None)
+    end = name.find(".")
+    while end >= 0:
+        if name[:end] in modules:
+            return name[:end]
+        end = name.find(".", end + 1)
+    return name if name in modules else None
 
 
 def quantized_modules(state: dict[str, Tensor]) -> dict[str, nn.Module]:
