@@ -15,7 +15,7 @@ def share_heads(graph: fx.Graph) -> None:
     """Let attention read each head of keys and values once, with ``enable_gqa=True``.
 
     Models repeat them as ``x[:, :, None].expand(...).reshape(...)``. With 2 heads for 14 of
-    queries, and 256 keys of 64 elements, the copies take 800 us on Zen 4, the attention 50.
+    queries, one query and 1024 keys of 64 elements, that takes 380 us on Zen 4, and 180 without.
     """
     for node in graph.nodes:
         if aten_name(node) != "scaled_dot_product_attention" or len(node.args) < 3:

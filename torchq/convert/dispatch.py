@@ -74,10 +74,11 @@ class Dispatch(Attachment):
         def forward(self: Dispatch, *args: object, **kwargs: object) -> object:
             if is_compiling():
                 return self._compiled(choose_traced, restore, args, kwargs)
+            pick = choose if _get_tracing_state() is None else untraced
             try:
-                found = (choose if _get_tracing_state() is None else untraced)(*args, **kwargs)
+                found = pick(*args, **kwargs)
                 if found is None and torch.is_autocast_enabled("cpu"):
-                    found = choose(*_widened(args), **_widened(kwargs))
+                    found = pick(*_widened(args), **_widened(kwargs))
             except TypeError:  # own code takes the call otherwise, or says what is wrong with it
                 found = None
             clean = (self._watch or self._watched()).is_clean()

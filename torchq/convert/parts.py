@@ -108,7 +108,7 @@ def _add(parts: Parts, name: str, module: nn.Module, call: Call, has_cache: bool
         exported, captured = _captured(module, call, has_cache=has_cache)
         if not exported.takes(*call):  # the code treats a batch of one, as it is here, differently
             lines = exported.lines
-            exported, captured = _captured(module, call, widen=False)
+            exported, captured = _captured(module, call, widen=False, has_cache=has_cache)
             exported.lines = lines
     except CaptureError as error:
         parts.why[name] = str(error)

@@ -167,7 +167,7 @@ class CachedAttention(QModule):
         if self.enable_gqa and key.shape[-3] == 0:  # torch would divide by it
             raise ValueError(
                 "torchq.nn.CachedAttention: key must have heads (dim -3) with enable_gqa, got "
-                f"{list(key.shape)}. Pass as many keys as values."
+                f"{list(key.shape)}. Pass a key with heads, or leave out enable_gqa."
             )
         needed, is_causal = not bool(mask.all()), False
         if needed and queries == keys:

@@ -61,7 +61,10 @@ def quantized_modules(state: dict[str, Tensor]) -> dict[str, nn.Module]:
         if module is None:
             text = text_bytes(spec)
             if len(text) > _LONGEST_SPEC:
-                raise ValueError(f"torchq.load: a spec is short, got {len(text)} bytes in '{name}'")
+                raise ValueError(
+                    f"torchq.load: the spec of '{name[:60]}' must have at most {_LONGEST_SPEC} "
+                    f"bytes, got {len(text)}. Was it written by torchq.save?"
+                )
             count("bytes of texts", len(text))
             count("values of specs", values_in(text))
             if text in empty:
