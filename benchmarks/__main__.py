@@ -9,6 +9,7 @@ import sys
 from benchmarks import load, memory, ops, peak, rnn, workers
 from benchmarks.accuracy import command as accuracy
 from benchmarks.encoders import command as embeddings
+from benchmarks.generation import command as generate
 from benchmarks.inference import command as models
 from benchmarks.migrate import command as migrate
 
@@ -23,6 +24,10 @@ COMMANDS = {
     "embeddings": (
         embeddings,
         "sentences per second of text encoders, beside ONNX Runtime and OpenVINO",
+    ),
+    "generate": (
+        generate,
+        "tokens per second of language models, beside CTranslate2, OpenVINO GenAI and llama.cpp",
     ),
     "memory": (memory, "peak memory of quantizing and loading, beside torch.ao and torchao"),
     "load": (load, "a service's start: imports, load, first answers"),

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import torchq
 from benchmarks.timing import write_text
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "peak_bytes", "resident_bytes", "run"]
 
 _WIDTH = 2048
 Make = Callable[[nn.Module, Tensor], nn.Module]
@@ -113,11 +113,11 @@ def _quantize(name: str, file: Path, count: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     make = CONTENDERS[name]
     make(stack(2, 64), torch.randn(4, 64))  # what is imported late
-    before = _resident()
+    before = resident_bytes()
     model, x = stack(count), torch.randn(4, _WIDTH)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     made = make(model, x)
-    peak = (_peak() - before) / size
+    peak = (peak_bytes() - before) / size
     _save(name, made, file)
     return {"quantize": peak, "bytes": file.stat().st_size}
 
@@ -136,9 +136,9 @@ def _load(name: str, file: Path, count: int) -> dict[str, Any]:
     small = CONTENDERS[name](stack(2, 64), torch.randn(4, 64))
     _save(name, copy.deepcopy(small), tiny)
     _loaded(name, tiny, 2, 64)
-    before = _resident()
+    before = resident_bytes()
     loaded = _loaded(name, file, count, _WIDTH)
-    peak = (_peak() - before) / file.stat().st_size
+    peak = (peak_bytes() - before) / file.stat().st_size
     del loaded
     return {"load": peak}
 
@@ -159,7 +159,7 @@ def _loaded(name: str, file: Path, count: int, width: int) -> nn.Module:
     return torchq.load(file, skeleton)
 
 
-def _resident() -> int:
+def resident_bytes() -> int:
     """Resident memory now, after what can be given back was; the peak starts here."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -167,7 +167,7 @@ def _resident() -> int:
     return _status("VmRSS")
 
 
-def _peak() -> int:
+def peak_bytes() -> int:
     return _status("VmHWM")
 
 

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens per second of language models that generate, beside the runtimes that users would pick.
+
+Each contender has a process of its own, which loads the model and keeps it. They generate in turns,
+one at a time. The weights are random, and the prompts are random tokens: neither changes the work.
+
+llama.cpp needs ``pip install llama-cpp-python gguf``. OpenVINO's models are written by optimum-cli,
+which needs an older transformers: OPTIMUM_CLI is its path in another environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import torchq
+from benchmarks.generation.contenders import CONTENDERS, FLOAT
+from benchmarks.generation.markdown import page
+from benchmarks.generation.shapes import SHAPES
+from benchmarks.generation.worker import FailedError, Worker, written
+from benchmarks.timing import use_threads, write_text
+
+__all__ = ["add_arguments", "run"]
+
+_PACKAGES = "transformers", "ctranslate2", "openvino_genai", "llama_cpp_python"
+
+
+@dataclass
+class Results:
+    """The measurements and their machine: one row for a shape, a contender and a prompt."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    memory: list[dict[str, Any]] = field(default_factory=list)
+    failures: dict[str, dict[str, str]] = field(default_factory=dict)
+    threads: int = 1
+    count: int = 0
+    cpu: str = field(default_factory=lambda: str(torchq.cpu_info()["model"]))
+    isa: str = field(default_factory=torchq.isa)
+    versions: dict[str, str] = field(default_factory=lambda: _versions())
+
+
+def _versions() -> dict[str, str]:
+    found = {"torchq": torchq.__version__, "torch": torch.__version__}
+    modules = {"llama_cpp_python": "llama_cpp"}
+    names = [name for name in _PACKAGES if find_spec(modules.get(name, name))]
+    return found | {name.replace("_", "-"): version(name) for name in names}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    usual = [name for name in SHAPES if name != "tiny"]
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=usual)
+    parser.add_argument("--contender", nargs="+", metavar="NAME", help="words of their names")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[32, 512], help="in tokens")
+    parser.add_argument("--count", type=int, default=64, help="of tokens to generate")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--folder", help="keeps the models; what is there is not written again")
+    parser.add_argument("--json", help="file for the results")
+    parser.add_argument("--markdown", help="file for the page")
+    parser.add_argument("--render", metavar="JSON", help="measure nothing; the page of this file")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.render:
+        results = json.loads(Path(args.render).read_text(encoding="utf-8"))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            results = asdict(_measured(args, Path(args.folder or folder)))
+    if args.json:
+        write_text(args.json, json.dumps(results, indent=1) + "\n")
+    if args.markdown:
+        write_text(args.markdown, page(results))
+    return 0
+
+
+def _measured(args: argparse.Namespace, folder: Path) -> Results:
+    use_threads(args.threads)
+    found = Results(threads=args.threads, count=args.count)
+    for shape in args.shape:
+        found.failures[shape] = {}
+        workers = {
+            name: worker
+            for name in CONTENDERS
+            if name == FLOAT or not args.contender or any(w in name for w in args.contender)
+            if (worker := _started(name, shape, folder / shape, found))
+        }
+        for length in args.prompts:
+            times: dict[str, list[tuple[float, float]]] = {name: [] for name in workers}
+            for turn in range(args.rounds + 1):  # the first finds kernels, or compiles them
+                for name, worker in workers.items():
+                    taken = worker.generate(length, args.count)
+                    times[name] += [taken] if turn else []
+            rows = [_row(shape, name, length, args.count, t) for name, t in times.items()]
+            found.rows += rows
+            _print(rows)
+        for name, worker in workers.items():
+            row = {"shape": shape, "contender": name, "load_s": worker.load_seconds}
+            found.memory.append({**row, "peak_mb": worker.close() / 1e6})
+    return found
+
+
+def _started(name: str, shape: str, folder: Path, found: Results) -> Worker | None:
+    """Return a worker with its model; what cannot be made is noted."""
+    start = time.perf_counter()
+    worker, said = None, "ready"
+    try:
+        for contender in (None, name):
+            done = folder / f"{contender or 'float'}.done"
+            if not done.exists():
+                written(shape, folder, contender)
+                done.touch()
+        worker = Worker(name, shape, folder, found.threads)
+    except FailedError as error:
+        found.failures[shape][name] = said = str(error)
+    print(f"{shape}, {name}: {said}, {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    return worker
+
+
+def _row(
+    shape: str, name: str, length: int, count: int, times: list[tuple[float, float]]
+) -> dict[str, Any]:
+    prompts, steps = ([1e3 * seconds for seconds in each] for each in zip(*times, strict=True))
+    steps = [ms / (count - 1) for ms in steps]
+    return {
+        **{"shape": shape, "contender": name, "prompt": length, "rounds": len(times)},
+        **{"prompt_ms": statistics.median(prompts), "token_ms": statistics.median(steps)},
+        **{"token_low_ms": min(steps), "token_high_ms": max(steps)},
+    }
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    first = rows[0]
+    print(f"{first['shape']}, a prompt of {first['prompt']}, {first['rounds']} rounds")
+    for row in rows:
+        spread = f"{row['token_low_ms']:.2f} to {row['token_high_ms']:.2f}"
+        print(
+            f"  {row['contender']:26}prompt {row['prompt_ms']:8.1f} ms, token "
+            f"{row['token_ms']:7.2f} ms ({spread}), {1e3 / row['token_ms']:6.1f} tokens/s",
+            flush=True,
+        )

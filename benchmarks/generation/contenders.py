@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What generates: each contender writes a file once, loads it, and says when its tokens came."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.generation.shapes import Shape, words, write_gguf
+
+__all__ = ["CONTENDERS", "FLOAT", "Contender"]
+
+FLOAT = "PyTorch, float32"
+Stamps = list[float]
+
+
+@dataclass
+class Contender(ABC):
+    """A model in its own process.
+
+    Attributes:
+        shape: the model's.
+        folder: with the float model of transformers, and what ``write`` writes.
+        threads: that it computes with.
+    """
+
+    shape: Shape
+    folder: Path
+    threads: int
+
+    @abstractmethod
+    def needs(self) -> None:
+        """Import what the contender needs: not a part of the time to load."""
+
+    def write(self) -> None:  # noqa: B027 - the float model is there
+        """Write the model in the contender's form, beside the float one."""
+
+    @abstractmethod
+    def load(self) -> None:
+        """Load what ``write`` wrote."""
+
+    @abstractmethod
+    def generate(self, ids: list[int], count: int) -> Stamps:
+        """Generate ``count`` tokens greedily; return ``time.perf_counter`` after each."""
+
+
+class _Streamer:
+    def __init__(self) -> None:
+        self.stamps: Stamps = []
+
+    def put(self, value: object) -> None:
+        self.stamps.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+@dataclass
+class Torch(Contender):
+    """transformers' own ``generate``."""
+
+    dtype: torch.dtype = torch.float32
+
+    def needs(self) -> None:
+        import transformers  # noqa: F401
+
+        torch.set_num_threads(self.threads)
+
+    def load(self) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=self.dtype).eval()
+
+    def generate(self, ids: list[int], count: int) -> Stamps:
+        streamer, src = _Streamer(), torch.tensor([ids])
+        self.model.generate(
+            src, attention_mask=torch.ones_like(src), streamer=streamer, do_sample=False,
+            min_new_tokens=count, max_new_tokens=count,
+        )  # fmt: skip
+        return streamer.stamps[1:]  # the first are the prompt's
+
+
+@dataclass
+class Compiled(Torch):
+    """The same with ``torch.compile``, and a cache whose sizes stay as they are."""
+
+    def load(self) -> None:
+        super().load()
+        self.model.generation_config.cache_implementation = "static"
+        self.model.forward = torch.compile(self.model.forward)
+
+
+@dataclass
+class Torchq(Torch):
+    """``torchq.quantize`` of the same model."""
+
+    bits: int = 8
+
+    @property
+    def path(self) -> Path:
+        return self.folder / f"torchq{self.bits}.safetensors"
+
+    def needs(self) -> None:
+        super().needs()
+        import torchq  # noqa: F401
+
+    def write(self) -> None:
+        import torchq
+
+        super().load()
+        config = torchq.QConfig(dynamic=True, weight_bits=self.bits)
+        ids = torch.tensor([[*range(16)]])
+        torchq.save(torchq.quantize(self.model, [ids], config=config), self.path)
+
+    def load(self) -> None:
+        from transformers import AutoModelForCausalLM
+
+        import torchq
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.shape.make_config())
+        self.model = torchq.load(self.path, model.eval())
+
+
+@dataclass
+class CTranslate2(Contender):
+    """CTranslate2's int8, converted from the same folder."""
+
+    def needs(self) -> None:
+        import ctranslate2  # noqa: F401
+
+    def write(self) -> None:
+        from ctranslate2.converters import TransformersConverter
+
+        TransformersConverter(str(self.folder)).convert(
+            str(self.folder / "ctranslate2"), quantization="int8", force=True
+        )
+
+    def load(self) -> None:
+        import ctranslate2
+
+        self.model = ctranslate2.Generator(
+            str(self.folder / "ctranslate2"), device="cpu", intra_threads=self.threads,
+            compute_type="int8_float32",
+        )  # fmt: skip
+
+    def generate(self, ids: list[int], count: int) -> Stamps:
+        names, stamps = words(self.shape.vocabulary), Stamps()
+        self.model.generate_batch(
+            [[names[i] for i in ids]], max_length=count, min_length=count, end_token=[],
+            include_prompt_in_result=False, callback=lambda _: stamps.append(time.perf_counter()),
+        )  # fmt: skip
+        return stamps
+
+
+@dataclass
+class LlamaCpp(Contender):
+    """llama.cpp, built from source on this machine."""
+
+    bits: int = 8
+
+    @property
+    def path(self) -> Path:
+        return self.folder / f"q{self.bits}_0.gguf"
+
+    def needs(self) -> None:
+        import llama_cpp  # noqa: F401
+
+    def write(self) -> None:
+        write_gguf(self.shape, self.folder, self.path, self.bits)
+
+    def load(self) -> None:
+        from llama_cpp import Llama
+
+        self.model = Llama(
+            str(self.path), n_ctx=2048, n_threads=self.threads, n_threads_batch=self.threads,
+            verbose=False,
+        )  # fmt: skip
+
+    def generate(self, ids: list[int], count: int) -> Stamps:
+        self.model.reset()  # or it keeps the prompt's keys and values
+        stamps = Stamps()
+        for _ in self.model.generate(ids, temp=0.0, repeat_penalty=1.0, reset=True):
+            stamps.append(time.perf_counter())
+            if len(stamps) == count:
+                break
+        return stamps
+
+
+@dataclass
+class OpenVino(Contender):
+    """OpenVINO GenAI, with what optimum-intel wrote: the program that OPTIMUM_CLI names."""
+
+    bits: int = 8
+
+    @property
+    def path(self) -> Path:
+        return self.folder / f"openvino{self.bits}"
+
+    def needs(self) -> None:
+        import openvino_genai  # noqa: F401
+
+    def write(self) -> None:
+        groups = ("--group-size", "32") if self.bits == 4 else ()
+        done = subprocess.run(
+            [os.environ.get("OPTIMUM_CLI", "optimum-cli"), "export", "openvino",
+             "--model", self.folder, "--task", "text-generation-with-past",
+             "--weight-format", f"int{self.bits}", *groups, self.path],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(f"optimum-cli: {done.stderr.strip().splitlines()[-1]}")
+
+    def load(self) -> None:
+        import openvino_genai
+
+        self.model = openvino_genai.LLMPipeline(
+            str(self.path), "CPU", INFERENCE_NUM_THREADS=self.threads
+        )
+
+    def generate(self, ids: list[int], count: int) -> Stamps:
+        import openvino
+        import openvino_genai
+
+        src = openvino.Tensor(torch.tensor([ids]).numpy())
+        mask = openvino.Tensor(torch.ones(1, len(ids), dtype=torch.int64).numpy())
+        config = openvino_genai.GenerationConfig(max_new_tokens=count, ignore_eos=True)
+        stamps = Stamps()
+        status = openvino_genai.StreamingStatus.RUNNING
+
+        class Streamer(openvino_genai.StreamerBase):  # type: ignore[misc]
+            def write(self, token: object) -> object:
+                stamps.append(time.perf_counter())
+                return status
+
+            def end(self) -> None:
+                pass
+
+        self.model.generate(openvino_genai.TokenizedInputs(src, mask), config, Streamer())
+        return stamps
+
+
+def _of(cls: type[Contender], **own: Any) -> Callable[[Shape, Path, int], Contender]:
+    return lambda shape, folder, threads: cls(shape, folder, threads, **own)
+
+
+CONTENDERS = {
+    FLOAT: _of(Torch),
+    "PyTorch, bfloat16": _of(Torch, dtype=torch.bfloat16),
+    "torch.compile, bfloat16": _of(Compiled, dtype=torch.bfloat16),
+    "CTranslate2, int8": _of(CTranslate2),
+    "OpenVINO GenAI, int8": _of(OpenVino),
+    "OpenVINO GenAI, int4": _of(OpenVino, bits=4),
+    "llama.cpp, Q8_0": _of(LlamaCpp),
+    "llama.cpp, Q4_0": _of(LlamaCpp, bits=4),
+    "torchq, int8": _of(Torchq),
+    "torchq, int4": _of(Torchq, bits=4),
+}
