@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What generates: each contender writes a file once, loads it, and says when its tokens came."""
+"""Contenders: each writes a file once, loads it, and says when its tokens came."""
 
 from __future__ import annotations
 
