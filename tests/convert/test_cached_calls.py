@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,20 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "without a head": ("LlamaModel", "LlamaConfig", SIZES),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**SIZES, "head_dim": 8}),
+    "windows": ("MistralForCausalLM", "MistralConfig", {**SIZES, "sliding_window": 8}),
+    "windows of two": ("MistralForCausalLM", "MistralConfig", {**SIZES, "sliding_window": 2}),
+    "some windows": (
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {**SIZES, "head_dim": 8, "sliding_window": 6}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "some windows, spelled out": (
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        {**SIZES, "head_dim": 8, "sliding_window": 6}
+        | {"layer_types": ["full_attention", "sliding_attention"]},
+    ),
     "a mixture": (
         "Qwen3MoeForCausalLM",
         "Qwen3MoeConfig",
@@ -43,6 +58,7 @@ GENERATED: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": {"num_beams": 3},
     "sampling": {"do_sample": True, "top_k": 20},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
     "without a cache": {"use_cache": False},
 }
 
@@ -85,6 +101,14 @@ def assert_near(found: Any, expected: Any) -> None:
     for a, b in zip(tensors(found), tensors(expected), strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
         assert torchq.sqnr(b, a) > 35
+    if "cache" in found:
+        assert state(found["cache"]) == state(expected["cache"])
+
+
+def state(cache: Any) -> list[object]:
+    """Return what a cache holds besides keys and values."""
+    every = [vars(cache), *map(vars, cache.layers)]
+    return [{k: v for k, v in a.items() if k not in ("layers", "keys", "values")} for a in every]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -105,7 +129,7 @@ def test_every_kind_of_call_takes_the_graph(family: str) -> None:
     calls = 0
     for rows, cached, count, hidden in (
         *((1, 0, 1, 0), (1, 0, 30, 0), (3, 0, 12, 4), (1, 1, 1, 0), (1, 20, 1, 0)),
-        *((2, 20, 1, 5), (4, 11, 6, 3), (1, 2, 3, 0)),
+        *((2, 20, 1, 5), (4, 11, 6, 3), (1, 2, 3, 0), (1, 7, 1, 0), (1, 8, 2, 0), (2, 4, 9, 3)),
     ):
         ids = tokens(rows, cached + count)
         mask = torch.ones_like(ids)
@@ -120,12 +144,15 @@ def test_every_kind_of_call_takes_the_graph(family: str) -> None:
     assert (dispatch.graph_calls, dispatch.own_calls) == (calls, 0)
 
 
+@pytest.mark.parametrize("family", ["llama", "windows", "some windows"])
 @pytest.mark.parametrize("way", GENERATED)
-def test_generate(way: str) -> None:
-    converted, dispatch = quantized(model())
-    ids = tokens(2, 7)
+def test_generate(way: str, family: str) -> None:
+    converted, dispatch = quantized(model(family))
+    rows = 1 if way == "prompt lookup" else 2
+    ids = tokens(rows, 5)
     mask = torch.ones_like(ids)
-    ids[0, :3] = mask[0, :3] = 0
+    if rows > 1:
+        ids[0, :3] = mask[0, :3] = 0
     given = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, **GENERATED[way]}
     torch.manual_seed(1)
     found = converted.generate(ids, **given)
@@ -153,6 +180,38 @@ def test_the_cache_of_the_caller_grows() -> None:
     whole = own(converted, ids).cache
     for layer, expected in zip(cache.layers, whole.layers, strict=True):
         assert torchq.sqnr(expected.values, layer.values) > 35
+
+
+@torch.no_grad()
+def test_caches_of_other_windows() -> None:
+    """A cache may keep more tokens than a window has; not fewer, and no window of other layers."""
+    converted, dispatch = quantized(model("windows"))
+    ids = tokens(1, 30)
+    every = own(converted, ids, cache=tf.DynamicCache())
+    caches = {"all": tf.DynamicCache()}
+    for window in (4, 12):
+        config = copy.deepcopy(converted.config)
+        config.sliding_window = window
+        caches[str(window)] = tf.DynamicCache(config=config)
+    with pytest.warns(UserWarning, match="cache, mask or positions are of other kinds"):
+        found = {
+            name: [converted(part, cache=cache) for part in ids.split([3, 9, 17, 1], 1)]
+            for name, cache in caches.items()
+        }
+    assert (dispatch.graph_calls, dispatch.own_calls) == (10, 2)  # once the window of 4 is full
+    for name, results in found.items():
+        assert results[-1].cache.get_seq_length() == 30
+        if name != "4":
+            logits = torch.cat([result.logits for result in results], 1)
+            assert torchq.sqnr(every.logits, logits) > 35
+    plain, calls = quantized(model())
+    cache = tf.DynamicCache(config=converted.config)
+    for part in ids[:, :14].split([6, 6, 1, 1], 1):
+        before = copy.deepcopy(cache)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the first call that does not take the graph
+            assert_near(plain(part, cache=cache), own(plain, part, cache=before))
+    assert (calls.graph_calls, calls.own_calls) == (2, 2)
 
 
 @torch.no_grad()
@@ -205,8 +264,9 @@ def test_an_argument_given_twice() -> None:
     assert cache.get_seq_length() == 5 and dispatch.graph_calls == 0
 
 
-def test_a_static_conversion_is_saved_with_its_graph(tmp_path: Path) -> None:
-    float_model = model("a mixture")
+@pytest.mark.parametrize("family", ["a mixture", "some windows"])
+def test_a_static_conversion_is_saved_with_its_graph(family: str, tmp_path: Path) -> None:
+    float_model = model(family)
     data = [(tokens(2, length),) for length in (6, 10)]
     converted, _ = quantized(float_model, data=data, config=torchq.QConfig())
     ids = tokens(2, 7)
@@ -219,6 +279,7 @@ def test_a_static_conversion_is_saved_with_its_graph(tmp_path: Path) -> None:
             assert all(map(torch.equal, tensors(again(ids)), tensors(expected)))
             step = again(ids[:, :1], cache=again(ids).cache)
             assert step.cache.get_seq_length() == 8
+            assert state(step.cache) == state(own(again, tokens(2, 8)).cache)
             (dispatch,) = dispatches(again)
             assert dispatch.own_calls == 0
 
@@ -226,7 +287,7 @@ def test_a_static_conversion_is_saved_with_its_graph(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "config", "sizes"),
     [
-        ("MistralForCausalLM", "MistralConfig", {**SIZES, "sliding_window": 4}),
+        ("MistralForCausalLM", "MistralConfig", {**SIZES, "sliding_window": 1}),
         (
             "OPTForCausalLM",  # whose positions come from the mask
             "OPTConfig",
@@ -287,6 +348,7 @@ def test_files_that_say_to_have_a_cache_and_have_none() -> None:
     cache, ids = known.values["cache"], known.values["input_ids"]
     forged: list[dict[str, Any]] = [
         {}, {"cache": None}, {"cache": []}, {"cache": cache[:3]}, {"cache": [ids, ids]},
+        *({"cache": [*cache, *windows]} for windows in ([4], [4, 0], ["4", 4], [4, None, 4])),
     ]  # fmt: skip
     for values in forged:
         with pytest.raises(ValueError, match="keys and values of a cache"):

@@ -147,6 +147,16 @@ def test_ranges_are_the_values_that_meet_the_condition(text: str) -> None:
         assert inside == condition.holds({0: (value,)}), value
 
 
+def test_or_equal_takes_the_border_too() -> None:
+    for text, expected in (
+        ("s0[0] > s0[1] + 1", "s0[0] >= s0[1] + 1"),
+        ("s0[0] < 3", "s0[0] <= 3"),
+        ("s0[0] != 3", "s0[0] != 3"),
+        ("s0[0] >= 3", "s0[0] >= 3"),
+    ):
+        assert Condition.parse(text).or_equal() == Condition.parse(expected)
+
+
 def test_conditions_on_one_size_are_one_range() -> None:
     texts = ("s0[1] > 2", "s0[1] <= 512", "s0[1] != 7", "s0[0] == s1[0]")
     ranges, others = by_size(map(Condition.parse, texts))

@@ -5,13 +5,15 @@ A graph takes tensors and gives tensors. So a call becomes one that leaves nothi
 all tokens, positions, indices of the logits to keep, and the keys and values of the cache, which
 have no tokens where it is empty. One graph takes the prompt, each step behind it, and chunks of
 several tokens. The keys and values that it gives are put into the cache of the caller.
+A layer with a sliding window keeps the last ones alone. So a graph takes fewer of them than tokens
+before, and their number tells where they stand among all tokens.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -21,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from torchq.capture.exported import Exported
 from torchq.capture.guards import Example, Restore
+from torchq.capture.likeness import Argument
 from torchq.models.inputs import are_close, float_tensors
 from torchq.models.state import same_numbers, twin
 from torchq.models.trees import Args, Call, Kwargs
@@ -43,11 +46,13 @@ class _Form:
         parameters: those of its forward, without self.
         cache: the one that takes the cache.
         kinds: heads, elements and dtype, of keys and values in turn, layer by layer.
+        windows: how many tokens each one sees, layer by layer, None for all; () if all do so.
     """
 
     parameters: tuple[str, ...]
     cache: str
-    kinds: tuple[tuple[int, int, torch.dtype], ...]
+    kinds: tuple[tuple[int, int, torch.dtype], ...] = ()
+    windows: tuple[int | None, ...] = ()
 
     def named(self, args: Args, kwargs: Kwargs) -> _Given:
         """Return the arguments of a call by their names.
@@ -77,7 +82,7 @@ class _Form:
         past = self._past(cache, batch)
         if past is None:
             return None
-        length = past[0].shape[2]
+        length, tensors = past
         if mask is None:
             if cache is None and positions is not None:  # they may tell sequences in a row apart
                 return None
@@ -90,23 +95,36 @@ class _Form:
             if tensor.shape[0] not in rows or tensor.shape[1] != size:
                 return None
         found = {name: value for name, value in given.items() if name != "use_cache"}
-        found |= {_MASK: mask.long(), _POSITIONS: positions.expand(batch, count), self.cache: past}
+        found |= {_MASK: mask.long(), _POSITIONS: positions.expand(batch, count)}
+        found[self.cache] = [*tensors, *self.windows]
         if _KEEP in self.parameters:
             keep = given.get(_KEEP, 0)
             found[_KEEP] = torch.arange(count, device="cpu")[-keep:] if type(keep) is int else keep
         return found
 
-    def _past(self, cache: object, batch: int) -> list[Tensor] | None:
-        """Return the keys and values of a cache; None where it is no plain one of this model."""
-        tensors = [] if cache is None else _tensors(cache)
-        if tensors is None or len(tensors) not in (0, len(self.kinds)):
+    def _past(self, cache: object, batch: int) -> tuple[int, list[Tensor]] | None:
+        """Return how many tokens a cache has seen, and its keys and values.
+
+        None where it is no plain one of this model, or lacks keys that the model reads.
+        """
+        layers = [] if cache is None else _layers(cache)
+        lengths = [layer.get_seq_length() for layer in layers or ()]
+        length = max(lengths, default=0)
+        if layers is None or lengths.count(length) < len(lengths):
             return None
-        if tensors:
-            return tensors
-        return [
-            torch.empty(batch, heads, 0, size, dtype=kind, device="cpu")
-            for heads, size, kind in self.kinds
-        ]
+        if not length:
+            return 0, [
+                torch.empty(batch, heads, 0, size, dtype=kind, device="cpu")
+                for heads, size, kind in self.kinds
+            ]
+        windows = self.windows or (None,) * len(layers)
+        if not 2 * len(layers) == len(self.kinds) == 2 * len(windows):
+            return None
+        for layer, window in zip(layers, windows, strict=True):
+            least = length if window is None else min(length, window - 1)
+            if not least <= layer.keys.shape[2] <= length:
+                return None
+        return length, _tensors(layers)
 
     def results(self, output: Any, tensors: list[Tensor], given: _Given) -> object:
         """Return what the model gives, once its keys and values are in the cache of the caller."""
@@ -114,31 +132,61 @@ class _Form:
         if cache is None and given.get("use_cache") is False:
             return output
         if cache is None:
-            cache = vars(sys.modules[_LIBRARY])["DynamicCache"]()
-        for i, (keys, values) in enumerate(zip(tensors[::2], tensors[1::2], strict=True)):
-            layer = cache.layers[i] if i < len(cache.layers) else None
-            if layer is not None and layer.is_initialized:
-                layer.keys, layer.values = keys, values
-            else:
-                cache.update(keys, values, i)
+            cache = _new_cache(tensors, self.windows)
+        else:
+            _fill(cache, tensors, given[_IDS].shape[1])
         return type(output)(**output, **{self.cache: cache})
 
 
-def _tensors(cache: Any) -> list[Tensor] | None:
-    """Return keys and values in turn, layer by layer; [] for an empty cache.
+def _layers(cache: Any) -> list[Any] | None:
+    """Return the layers of a cache.
 
-    None for other classes, and for layers that hold anything but the keys and values of all tokens.
+    None for other classes, and for layers that hold anything but keys and values of tokens.
     """
     known = vars(sys.modules.get(_LIBRARY, object))
     if type(cache) is not known.get("DynamicCache") or getattr(cache, "offloading", False):
         return None
-    layers = getattr(cache, "layers", None)
-    if layers is None or any(type(layer) is not known.get("DynamicLayer") for layer in layers):
-        return None
-    full = [layer for layer in layers if layer.get_seq_length()]
-    if full and len(full) < len(layers):
-        return None
-    return [tensor for layer in full for tensor in (layer.keys, layer.values)]
+    kinds = (known.get("DynamicLayer"), known.get("DynamicSlidingWindowLayer"))
+    layers: list[Any] | None = getattr(cache, "layers", None)
+    return layers if layers is not None and all(type(a) in kinds for a in layers) else None
+
+
+def _tensors(layers: list[Any]) -> list[Tensor]:
+    """Return keys and values in turn, layer by layer."""
+    return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
+
+
+def _new_cache(tensors: list[Tensor], windows: Sequence[int | None] = ()) -> Any:
+    """Return a cache with these keys and values, of which windows keep the last ones."""
+    sizes = [() if w is None else (torch.tensor(w, device="cpu"),) for w in windows]
+    pairs = list(zip(tensors[::2], tensors[1::2], strict=True))
+    layers = [(*pair, *size) for pair, size in zip(pairs, sizes or [()] * len(pairs), strict=True)]
+    return vars(sys.modules[_LIBRARY])["DynamicCache"](layers)
+
+
+def _fill(cache: Any, tensors: list[Tensor], count: int) -> None:
+    """Put keys and values into a cache, with the last ``count`` tokens of which it has grown."""
+    for i, (keys, values) in enumerate(zip(tensors[::2], tensors[1::2], strict=True)):
+        layer = cache.layers[i] if i < len(cache.layers) else None
+        if layer is None or not layer.is_initialized:
+            cache.update(keys, values, i)
+            continue
+        layer.keys, layer.values = keys, values
+        if layer.is_sliding:
+            layer.cumulative_length += count
+            if not layer.record_past:  # a layer that does keeps all of them until it is cropped
+                layer.keys, layer.values = _last(layer.sliding_window, keys, values)
+
+
+def _last(window: int, *tensors: Tensor) -> list[Tensor]:
+    """Return what a layer with a window keeps of all keys and values."""
+    return [tensor[:, :, 1 - window :] for tensor in tensors]
+
+
+def _split(past: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
+    """Return the keys and values that a graph takes for a cache, and the windows behind them."""
+    tensors = [part for part in past if isinstance(part, Tensor | Argument)]
+    return tensors, tuple(past[len(tensors) :])
 
 
 @dataclass
@@ -154,9 +202,12 @@ class CachedExample(Example):
     def __post_init__(self) -> None:
         """Check what a file may have changed."""
         names = [name for name in _CACHES if name in self.signature.parameters]
-        tensors = self.values.get(names[0]) if names else None
-        ranks = [len(a.shape) for a in tensors] if isinstance(tensors, list) else []
-        if not ranks or len(ranks) % 2 or {*ranks} != {4} or self.structure is None:
+        past = self.values.get(names[0]) if names else None
+        tensors, windows = _split(past if isinstance(past, list) else [])
+        ranks = [len(a.shape) for a in tensors]
+        known = all(w is None or (type(w) is int and w > 0) for w in windows)
+        known = known and len(windows) in (0, len(ranks) / 2)
+        if not ranks or len(ranks) % 2 or {*ranks} != {4} or not known or self.structure is None:
             raise ValueError(
                 f"torchq.load: {self.cls.__name__} must take the keys and values of a cache, got "
                 "other arguments. Was the file written by torchq.save?"
@@ -165,9 +216,9 @@ class CachedExample(Example):
     def _form(self) -> _Form:
         names = tuple(self.signature.parameters)[1:]
         cache = next(name for name in _CACHES if name in names)
-        tensors: Any = self.values[cache]
-        kinds = [(a.shape[1], a.shape[3], a.dtype) for a in tensors]
-        return _Form(names, cache, tuple(kinds))
+        tensors, windows = _split(cast(Any, self.values[cache]))
+        kinds = tuple((a.shape[1], a.shape[3], a.dtype) for a in tensors)
+        return _Form(names, cache, kinds, windows)
 
     def chooser(self, traced: bool = False) -> Callable[..., tuple[Tensor, ...] | None]:
         """Return a function with the module's signature: the graph's tensors, or None."""
@@ -212,7 +263,7 @@ def cached_call(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[nn.Modul
         return None
     try:
         with torch.no_grad(), same_numbers():
-            return _taken(module, _Form(names, cache, ()), args, kwargs)
+            return _taken(module, _Form(names, cache), args, kwargs)
     except Exception:  # of the model's own code, or it is no such model
         return None
 
@@ -232,15 +283,24 @@ def _taken(
     padded = torch.ones_like(tokens[:, :_COUNT])
     padded[0, 0] = 0  # of which a model may make other positions
     asked = {"use_cache": given["use_cache"]} if "use_cache" in given else {}
-    own, tensors = _without(model(**first, **asked, **{_MASK: padded}), cache)
-    form = replace(form, kinds=tuple((t.shape[1], t.shape[3], t.dtype) for t in tensors))
-    before = model(**{_IDS: tokens[:, :_PAST], "use_cache": True})[cache]
+    output = model(**first, **asked, **{_MASK: padded})
+    windows = tuple(getattr(layer, "sliding_window", None) for layer in output[cache].layers)
+    own, kept = _without(output, cache)
+    kinds = tuple((t.shape[1], t.shape[3], t.dtype) for t in kept)
+    form = replace(form, kinds=kinds, windows=windows if any(windows) else ())
+    before = model(**{_IDS: tokens[:, :_PAST], "use_cache": True, cache: _new_cache([])})[cache]
     example, same = form.tensors({**first, cache: before}), form.tensors({**first, _MASK: padded})
     taker = _taker(model, cache)
-    if example is None or same is None:
+    if example is None or same is None or 1 in windows:  # of one token, transformers keeps all
         return None
-    found = float_tensors(twin(taker)(**same))
-    return (taker, ((), example)) if are_close(found, [*float_tensors(own), *tensors]) else None
+    found, every = twin(taker)(**same)
+    held = _tensors(_new_cache(every, form.windows).layers)
+    if not are_close([*float_tensors(own), *kept], [*float_tensors(found), *held]):
+        return None
+    if form.windows:  # fewer keys than tokens before, as where a window is full
+        past = zip(_tensors(before.layers), [w for w in form.windows for _ in "kv"], strict=True)
+        example[cache] = [*(t if w is None else t[:, :, 2:] for t, w in past), *form.windows]
+    return taker, ((), example)
 
 
 def _without(output: Any, cache: str) -> tuple[object, list[Tensor]]:
@@ -249,10 +309,10 @@ def _without(output: Any, cache: str) -> tuple[object, list[Tensor]]:
     Raises:
         TypeError: it gives no plain cache.
     """
-    tensors = _tensors(output[cache])
-    if not tensors:
+    layers = _layers(output[cache])
+    if not layers:
         raise TypeError("no plain cache")
-    return type(output)(**{k: v for k, v in output.items() if k != cache}), tensors
+    return type(output)(**{k: v for k, v in output.items() if k != cache}), _tensors(layers)
 
 
 def _taker(model: nn.Module, cache: str) -> nn.Module:
@@ -263,8 +323,11 @@ def _taker(model: nn.Module, cache: str) -> nn.Module:
     cls = type(model)
 
     def forward(self: nn.Module, **call: Any) -> tuple[object, list[Tensor]]:
-        pairs = zip(call[cache][::2], call[cache][1::2], strict=True)
-        held = vars(sys.modules[_LIBRARY])["DynamicCache"](list(pairs))
+        tensors, windows = _split(call[cache])
+        held = _new_cache(tensors)
+        for layer, window in zip(held.layers, windows, strict=False):
+            if window is not None:
+                _see_window(layer, call[_MASK].shape[1] - call[_IDS].shape[1])
         given = {**call, cache: held, "use_cache": True}
         return _without(cls.forward(self, **given), cache)
 
@@ -272,6 +335,17 @@ def _taker(model: nn.Module, cache: str) -> nn.Module:
     made = kind.__new__(kind)
     vars(made).update(vars(model))
     return made
+
+
+def _see_window(layer: Any, length: int) -> None:
+    """Let a layer tell that it holds the last keys of so many tokens, as one with a window does.
+
+    Such a layer of transformers would decide by its length, which is not known in a graph.
+    """
+    before = length - layer.keys.shape[2]
+    layer.is_sliding = True
+    layer.get_seq_length = lambda: before + layer.keys.shape[2]
+    layer.get_mask_sizes = lambda count: (layer.keys.shape[2] + count, before)
 
 
 def fix_kinds(exported: Exported) -> None:
@@ -290,16 +364,16 @@ def smaller_calls(exported: Exported) -> Iterator[list[Tensor]]:
     """Yield calls of sizes that torch.export does not vouch for: of one, and of no cached token."""
     given = exported.kwargs
     cache: Any = next(name for name in _CACHES if name in given)
-    every, past = cast(Any, given[_IDS]), cast(Any, given[cache])
+    every, (past, windows) = cast(Any, given[_IDS]), _split(cast(Any, given[cache]))
     for batch, length, count, kept in (
-        *((1, 0, every.shape[1], 1), (1, 0, 1, 1), (1, 1, 1, 1), (1, 3, 1, 1)),
+        *((1, 0, every.shape[1], 1), (1, 0, 1, 1), (1, 1, 1, 1), (1, _PAST, 1, 1)),
         *((2, 3, 1, 1), (1, 3, 2, 2)),
     ):
         call = given | {
             _IDS: every[:batch, :count],
             _MASK: every.new_ones(batch, length + count),
             _POSITIONS: torch.arange(length, length + count, device="cpu").expand(batch, count),
-            cache: [t[:batch, :, :length] for t in past],
+            cache: [*(t[:batch, :, :length] for t in past), *windows],
         }
         if _KEEP in given:
             call[_KEEP] = torch.arange(count, device="cpu")[-kept:]

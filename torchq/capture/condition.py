@@ -98,6 +98,12 @@ class Condition:
             return Condition(Call(_OPPOSITE[self.term.name], self.term.operands))
         return Condition(Call("not", (self.term,)))
 
+    def or_equal(self) -> Condition:
+        """Return ``a >= b`` for ``a > b``, and ``a <= b`` for ``a < b``; itself for others."""
+        if isinstance(self.term, Call) and self.term.name in ("<", ">"):
+            return Condition(Call(f"{self.term.name}=", self.term.operands))
+        return self
+
     def either(self, other: Condition) -> Condition:
         """Return the condition that holds where this one or the other does."""
         return Condition(Call("or", (self.term, other.term)))

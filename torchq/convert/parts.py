@@ -200,11 +200,14 @@ def _check_cached(module: nn.Module, exported: Exported, captured: Captured) -> 
     exported.neutral = neutral_options(module, exported, calls)
     agree = _agree(module, graph, exported, exported.tensors, exported.results)
     for tensors in calls if agree else ():
-        unmet = [g for g in exported.guards if not g.holds(shapes_of(tensors))]
-        agree = all(g.only_excludes for g in unmet) and _agree(module, graph, exported, tensors)
+        sizes = shapes_of(tensors)
+        unmet = [g for g in exported.guards if not g.holds(sizes)]
+        agree = all(g.only_excludes or g.or_equal().holds(sizes) for g in unmet)
+        agree = agree and _agree(module, graph, exported, tensors)
         if not agree:
             break
-        exported.guards = [g for g in exported.guards if g not in unmet]
+        kept = [g for g in exported.guards if g not in unmet or not g.only_excludes]
+        exported.guards = [g.or_equal() if g in unmet else g for g in kept]
     if not agree:
         raise CaptureError("with a cache, its graph computes something else than its code")
 
