@@ -278,6 +278,39 @@ def test_conditions_on_one_size_are_joined_at_once() -> None:
     assert len(ranges.ranges) == 6001 and not others and told.endswith(" or 11998 or 12000")
 
 
+ACCENTS = "a" + "\u0301" * 50_000 + "\u0323" * 49_000
+"""A name of Python, which takes the square of its accents to be put in order: 15 s."""
+
+
+@pytest.mark.parametrize(
+    ("node", "call"),
+    [
+        (["call_function", ACCENTS, "torch.relu", [{"node": "x"}], NONE], {}),
+        (["placeholder", "y", ACCENTS, [], NONE], {}),
+        (["call_module", "y", "m", [{"node": "x"}], {"dict": {ACCENTS: 1}}, ""], {}),
+        (["call_module", "y", ACCENTS, [{"node": "x"}], NONE, ""], {}),
+        (None, {"neutral": {ACCENTS: [None]}}),
+        (None, {"guards": [f"{ACCENTS} == 1"]}),
+    ],
+    ids=["node", "input", "keyword", "module", "option", "guard"],
+)
+def test_names_of_many_accents(
+    node: list[Any] | None, call: dict[str, Any], tmp_path: Path
+) -> None:
+    tensors = {"torchq_graph": graph(*([node] if node else [])), "torchq_call": text(CALL | call)}
+    path, began = written(tmp_path / "file", tensors, {}), time.process_time()
+    with pytest.raises(ValueError, match=r"must be (names of Python|conditions on sizes)"):
+        torchq.load(path, nn.Sequential(nn.ReLU()).eval())
+    assert time.process_time() - began < 3
+
+
+def test_a_graph_of_a_name_with_many_accents(tmp_path: Path) -> None:
+    path = written(tmp_path / "file", {"torchq_graph": graph(name=ACCENTS)}, {})
+    began = time.process_time()
+    assert type(torchq.load(path)).__name__ == "QuantizedGraph"
+    assert time.process_time() - began < 3
+
+
 @pytest.mark.parametrize("key", ["header", "m.spec", "torchq_graph", "torchq_aliases"])
 def test_texts_of_wide_characters_are_short(key: str, tmp_path: Path) -> None:
     """One of them makes four bytes of each character: seven times the file were taken."""
