@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from flows import names, sqnr
+from flows import found, names, sqnr
 from models import Wired
 from torch import Tensor, nn
 
@@ -44,6 +44,34 @@ class Fused(nn.Module):
         )
         y = F.scaled_dot_product_attention(q, k, v, mask, **self.options)
         return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Repeated(Fused):
+    """Two heads of keys and values, twice: each in turn, or both and both again."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(2, is_causal=True)
+        self.options["enable_gqa"], self.dim = False, dim
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, memory: Tensor | None = None
+    ) -> Tensor:
+        n, tokens, _ = x.shape
+        q, k, v = (y(x).view(n, tokens, -1, 8).transpose(1, 2) for y in (self.q, self.k, self.v))
+        shape = n, 2, 2, tokens, 8
+        k, v = (y.unsqueeze(self.dim).expand(shape).reshape(n, 4, tokens, 8) for y in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, **self.options)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("dim", [2, 1])
+def test_heads_that_are_repeated_in_either_order(dim: int) -> None:
+    """Only ``x[:, :, None]`` is what ``enable_gqa`` reads; the other had no graph."""
+    model, x = Repeated(dim).eval(), torch.randn(TOKENS)
+    converted = torchq.quantize(model, None, x, torchq.QConfig(dynamic=True))
+    assert sqnr(converted(x), model(x)) > 30
+    (attention,) = found(converted, torchq.nn.DynamicQAttention)
+    assert attention.enable_gqa == (dim == 2)
 
 
 def padding_mask(n: int, length: int) -> Tensor:

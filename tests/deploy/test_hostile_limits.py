@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 import torchq
 from tests.support.calls import python_calls
 from torchq.capture.chooser import leaders
-from torchq.capture.condition import Condition
+from torchq.capture.condition import Condition, by_size
 from torchq.capture.guards import Example
 from torchq.capture.likeness import Argument
 from torchq.serialization.allowed import divisor, size
@@ -265,6 +265,50 @@ def test_sizes_that_are_equal_in_a_chain() -> None:
         calls[tensors] = len(called)
         assert found == [0] * tensors + list(range(tensors, 2 * tensors))
     assert calls[400] < 2.2 * calls[200], calls
+
+
+def test_conditions_on_one_size_are_joined_at_once() -> None:
+    """In pairs, what torchq.explain says took 10 s, and would take an hour of 100 MB."""
+    sizes = [range(begin, begin + 2400, 2) for begin in range(2, 12_000, 2400)]
+    texts = [" and ".join(f"s0[0] != {size}" for size in some) for some in sizes]
+    conditions, began = [Condition.parse(text) for text in texts], time.process_time()
+    found, others = by_size(conditions)
+    (ranges,), told = found.values(), conditions[-1].words(str)
+    assert time.process_time() - began < 5
+    assert len(ranges.ranges) == 6001 and not others and told.endswith(" or 11998 or 12000")
+
+
+ACCENTS = "a" + "\u0301" * 50_000 + "\u0323" * 49_000
+"""A name of Python, which takes the square of its accents to be put in order: 15 s."""
+
+
+@pytest.mark.parametrize(
+    ("node", "call"),
+    [
+        (["call_function", ACCENTS, "torch.relu", [{"node": "x"}], NONE], {}),
+        (["placeholder", "y", ACCENTS, [], NONE], {}),
+        (["call_module", "y", "m", [{"node": "x"}], {"dict": {ACCENTS: 1}}, ""], {}),
+        (["call_module", "y", ACCENTS, [{"node": "x"}], NONE, ""], {}),
+        (None, {"neutral": {ACCENTS: [None]}}),
+        (None, {"guards": [f"{ACCENTS} == 1"]}),
+    ],
+    ids=["node", "input", "keyword", "module", "option", "guard"],
+)
+def test_names_of_many_accents(
+    node: list[Any] | None, call: dict[str, Any], tmp_path: Path
+) -> None:
+    tensors = {"torchq_graph": graph(*([node] if node else [])), "torchq_call": text(CALL | call)}
+    path, began = written(tmp_path / "file", tensors, {}), time.process_time()
+    with pytest.raises(ValueError, match=r"must be (names of Python|conditions on sizes)"):
+        torchq.load(path, nn.Sequential(nn.ReLU()).eval())
+    assert time.process_time() - began < 3
+
+
+def test_a_graph_of_a_name_with_many_accents(tmp_path: Path) -> None:
+    path = written(tmp_path / "file", {"torchq_graph": graph(name=ACCENTS)}, {})
+    began = time.process_time()
+    assert type(torchq.load(path)).__name__ == "QuantizedGraph"
+    assert time.process_time() - began < 3
 
 
 @pytest.mark.parametrize("key", ["header", "m.spec", "torchq_graph", "torchq_aliases"])

@@ -173,6 +173,30 @@ def test_values_of_post_ops_count_for_each_channel() -> None:
         build(spec)
 
 
+@pytest.mark.parametrize(
+    ("pad", "mode"),
+    [
+        ([2**63 - 1] * 4, "replicate"),
+        ([0, 0, -8, 8], "circular"),
+        ([1.0, 1.0], "reflect"),
+        ([1, 1], "constant"),
+        ([], "circular"),
+    ],
+)
+def test_padding_of_layers(pad: list[Any], mode: str, tmp_path: Path) -> None:
+    """torch ended the process, or left elements of its result as they were in memory."""
+    layer = nn.Conv2d(3, 16, 3, padding=1, padding_mode="circular")
+    qmodel = torchq.quantize(nn.Sequential(layer).eval(), [IMAGE])
+    torchq.save(qmodel, tmp_path / "file")
+    assert torch.equal(torchq.load(tmp_path / "file", nn.Sequential(layer))(IMAGE), qmodel(IMAGE))
+    tensors, metadata = read_tensors(tmp_path / "file")
+    spec = {**json.loads(bytes(tensors["0.spec"].numpy())), "pad": pad, "mode": mode}
+    text = torch.tensor(list(json.dumps(spec, separators=(",", ":")).encode()), dtype=torch.uint8)
+    write_tensors("test", tmp_path / "file", {**tensors, "0.spec": text}, metadata)
+    with pytest.raises(ValueError, match="padding of a layer in the file's specs must be reflect"):
+        torchq.load(tmp_path / "file", nn.Sequential(layer))
+
+
 def _sources() -> list[dict[str, Any]]:
     return [
         {

@@ -113,11 +113,11 @@ def by_size(
     conditions: Iterable[Condition],
 ) -> tuple[dict[Size, size_ranges.Ranges], list[Condition]]:
     """Return the values that conditions leave to each size, and the conditions on several sizes."""
-    ranges: dict[Size, size_ranges.Ranges] = {}
+    ranges: dict[Size, list[size_ranges.Ranges]] = {}
     others: list[Condition] = []
     for condition in conditions:
         if (found := size_ranges.solved(condition.term)) is None:
             others.append(condition)
         else:
-            ranges[found[0]] = ranges.get(found[0], size_ranges.POSITIVE).both(found[1])
-    return ranges, others
+            ranges.setdefault(found[0], []).append(found[1])
+    return {size: size_ranges.common(each) for size, each in ranges.items()}, others

@@ -34,7 +34,7 @@ def _repeated(value: object) -> fx.Node | None:
         return None
     expanded = value.all_input_nodes[0]
     inner = expanded.all_input_nodes[0] if aten_name(expanded) == "expand" else value
-    if aten_name(inner) != "unsqueeze":
+    if aten_name(inner) != "unsqueeze" or arguments_of(inner).dim not in (2, -3):
         return None
     src: fx.Node = inner.all_input_nodes[0]
     given, wide, flat = (n.meta["sizes"] for n in (src, expanded, value))

@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import reduce
 from typing import TypeAlias
 
 from torchq.capture.terms import Call, Size, Term, parts, text_of
@@ -27,11 +26,12 @@ class Ranges:
 
     ranges: tuple[_Range, ...]
 
-    def both(self, other: Ranges) -> Ranges:
-        """Return the values that are in both."""
-        pairs = ((a, b) for a in self.ranges for b in other.ranges)
-        met = ((max(a[0], b[0]), min(a[1], b[1])) for a, b in pairs)
-        return Ranges(tuple(sorted(r for r in met if r[0] <= r[1])))
+    @property
+    def others(self) -> list[_Range]:
+        """The ranges of all other values."""
+        ends = [-math.inf, *(end for a, b in self.ranges for end in (a - 1, b + 1)), math.inf]
+        found = zip(ends[::2], ends[1::2], strict=True)
+        return [(a, b) for a, b in found if a <= b and a < math.inf and b > -math.inf]
 
     def __str__(self) -> str:
         """Return ``at least 3``, ``4 to 8 or 12``, ``not 1``."""
@@ -76,7 +76,7 @@ def solved(term: Term) -> tuple[Size, Ranges] | None:
             return None
         left, back = step
         wanted = [r for r in map(back, wanted) if r[0] <= r[1]]
-    return left, _merged(wanted).both(POSITIVE)
+    return left, common([_merged(wanted), POSITIVE])
 
 
 def _joined(name: str, found: list[tuple[Size, Ranges] | None]) -> tuple[Size, Ranges] | None:
@@ -86,8 +86,13 @@ def _joined(name: str, found: list[tuple[Size, Ranges] | None]) -> tuple[Size, R
         return None
     ranges = [ranges for _, ranges in known]
     if name == "and":
-        return known[0][0], reduce(Ranges.both, ranges)
+        return known[0][0], common(ranges)
     return known[0][0], _merged([r for one in ranges for r in one.ranges])
+
+
+def common(found: Iterable[Ranges]) -> Ranges:
+    """Return the values that are in all of these; in pairs, many take long."""
+    return Ranges(tuple(_merged([r for one in found for r in one.others]).others))
 
 
 def _inverse(term: Term) -> tuple[Term, Callable[[_Range], _Range]] | None:

@@ -26,7 +26,9 @@ _HOOKS = (
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
 )
 
-
+_PAD_MODES = "reflect", "replicate", "circular"
+_MOST_PADDING = 1 << 31
+"""At one side, in a spec: torch computes with others, and with fewer than none, unchecked."""
 _LEAF = "torchq_leaf"
 """Name of the attribute of an error that holds the leaf whose layer raised it."""
 
@@ -277,7 +279,15 @@ class QuantizedLeaf(Leaf, QModule):
     @classmethod
     def from_spec(cls, spec: Spec) -> "QuantizedLeaf":
         """Return a leaf without its layer, which has a spec of its own."""
-        return cls(nn.Identity(), spec["constants"], spec["weight"], spec["pad"], spec["mode"])
+        pad, mode = spec["pad"], spec["mode"]
+        known = mode in (_PAD_MODES if pad else ("",))
+        if not known or not all(type(n) is int and 0 <= n <= _MOST_PADDING for n in pad):
+            raise ValueError(
+                "torchq.load: padding of a layer in the file's specs must be reflect, replicate or "
+                f"circular, by 0 to 2**31, got {str(mode)[:60]!r} by {str(pad)[:60]}. Was it "
+                "written by torchq.save?"
+            )
+        return cls(nn.Identity(), spec["constants"], spec["weight"], pad, mode)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, object], prefix: str, *args: object, **kwargs: object

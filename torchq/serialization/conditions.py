@@ -9,6 +9,8 @@ from typing import TypeGuard
 
 from torch import nn
 
+from torchq.serialization.tensor_file import is_short
+
 _OF_CODE = "self", "torch"
 """Names that the code of a graph reads."""
 _OF_CALLS = tuple(f"_torchq_{kind}" for kind in ("torch", "named", "module", "tensor", "site"))
@@ -30,7 +32,9 @@ def is_option(name: object, values: object) -> bool:
 
 def is_name(name: object) -> TypeGuard[str]:
     """Return whether generated code may have an argument of this name."""
-    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+    if not isinstance(name, str) or not is_short(name):  # to normalize takes the square
+        return False
+    if not name.isidentifier() or keyword.iskeyword(name):
         return False
     return unicodedata.normalize("NFKC", name) == name  # Python reads the latter
 
@@ -46,7 +50,9 @@ def is_path(name: object) -> bool:
     Where a part is a name of Python the code has it as an attribute, so it must be the same in
     Python's form of names. :func:`is_held` then tells whether these attributes are what they seem.
     """
-    if not isinstance(name, str) or not name.isprintable() or {'"', "\\"} & set(name):
+    if not isinstance(name, str) or not is_short(name):
+        return False
+    if not name.isprintable() or {'"', "\\"} & set(name):
         return False
     parts = name.split(".") if name else []
     normal = unicodedata.normalize("NFKC", name) == name

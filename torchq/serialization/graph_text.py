@@ -26,7 +26,6 @@ from torchq.serialization.graph_checks import (
     has_tensors,
 )
 from torchq.serialization.plain_modules import describe_plain
-from torchq.serialization.tensor_file import is_short
 
 GRAPH_KEY = "torchq_graph"
 """Name of the tensor that holds the text in a saved state."""
@@ -212,7 +211,7 @@ class _Reader:
             wrong.append(name)
         if op == "placeholder" and (not is_variable(target) or target in self.inputs):
             wrong.append(target)
-        if op in ("get_attr", "call_module") and not (is_path(target) and is_short(target)):
+        if op in ("get_attr", "call_module") and not is_path(target):
             wrong.append(target)
         if op not in _OPS:
             wrong.append(op)
