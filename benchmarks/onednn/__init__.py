@@ -286,13 +286,45 @@ class Peer:
         self, src: Tensor, gamma: Tensor, beta: Tensor, epsilon: float = 1e-5, **attributes: Any
     ) -> Any:
         """Normalizes over the last dimension, times gamma, plus beta."""
-        request = Request("layer_normalization", attributes, epsilon=epsilon)
+        return self._normalize("layer_normalization", src, gamma, beta, epsilon, attributes)
+
+    def rms_normalization(
+        self, src: Tensor, gamma: Tensor, epsilon: float = 1e-5, **attributes: Any
+    ) -> Any:
+        """Layer normalization with the flag ``rms_norm``; oneDNN 3.2 has none."""
+        return self._normalize("rms_normalization", src, gamma, None, epsilon, attributes)
+
+    def _normalize(
+        self,
+        primitive: str,
+        src: Tensor,
+        gamma: Tensor,
+        beta: Tensor | None,
+        epsilon: float,
+        attributes: dict[str, Any],
+    ) -> Any:
+        request = Request(primitive, attributes, epsilon=epsilon)
         layout = plain(src.dim())
         request.tensor("src", src, layout)
         request.tensor("gamma", gamma)
         request.tensor("beta", beta)
         request.destination(src.shape, src, layout=layout)
         return self._run(request)
+
+    def group_normalization(
+        self,
+        src: Tensor,
+        groups: int,
+        gamma: Tensor,
+        beta: Tensor,
+        epsilon: float = 1e-5,
+        **attributes: Any,
+    ) -> Any:
+        """Normalizes over groups of channels and all positions; oneDNN 3.2 has none."""
+        request = Request("group_normalization", attributes, groups=groups, epsilon=epsilon)
+        request.tensor("gamma", gamma)
+        request.tensor("beta", beta)
+        return self._run_on(request, src.shape, src=src)
 
     def reduction(self, src: Tensor, algorithm: str, dims: Sequence[int], **attributes: Any) -> Any:
         """``reduction_<algorithm>`` over ``dims``, which keep size 1."""

@@ -155,11 +155,32 @@ Job softmax(const Request& r) {
                                         r.desc("dst"), r.integer("axis"));
 }
 
+/// Scale, and shift if the request has one.
+dnnl::normalization_flags normalization(const Request& r) {
+  dnnl::normalization_flags flags = dnnl::normalization_flags::use_scale;
+  if (r.desc("beta").get_ndims() > 0) flags |= dnnl::normalization_flags::use_shift;
+  return flags;
+}
+
 Job layer_normalization(const Request& r) {
   return prepare<dnnl::layer_normalization_forward>(
       r, prop_kind::forward_inference, r.desc("src"), r.desc("dst"), r.number("epsilon"),
-      dnnl::normalization_flags::use_scale | dnnl::normalization_flags::use_shift);
+      normalization(r));
 }
+
+#if DNNL_VERSION_MAJOR > 3 || DNNL_VERSION_MINOR >= 13
+Job rms_normalization(const Request& r) {
+  return prepare<dnnl::layer_normalization_forward>(
+      r, prop_kind::forward_inference, r.desc("src"), r.desc("dst"), r.number("epsilon"),
+      normalization(r) | dnnl::normalization_flags::rms_norm);
+}
+
+Job group_normalization(const Request& r) {
+  return prepare<dnnl::group_normalization_forward>(
+      r, prop_kind::forward_inference, r.desc("src"), r.desc("dst"), r.integer("groups"),
+      r.number("epsilon"), normalization(r));
+}
+#endif
 
 Job reduction(const Request& r) {
   return prepare<dnnl::reduction>(r, r.alg(), r.desc("src"), r.desc("dst"), 0.f, 0.f);
@@ -187,6 +208,10 @@ const std::map<std::string, Job (*)(const Request&)> primitives = {
     {"concat", concat},
     {"softmax", softmax},
     {"layer_normalization", layer_normalization},
+#if DNNL_VERSION_MAJOR > 3 || DNNL_VERSION_MINOR >= 13
+    {"rms_normalization", rms_normalization},
+    {"group_normalization", group_normalization},
+#endif
     {"reduction", reduction},
     {"resampling", resampling},
 #endif

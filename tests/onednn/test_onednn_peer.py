@@ -228,6 +228,18 @@ def test_the_newest_version_runs_on_the_cpu() -> None:
     assert torch.equal(dst.long(), F.conv2d(src.long(), weight.long(), padding=1))
 
 
+def test_the_newest_version_has_norms_that_the_others_lack(peer: Peer) -> None:
+    src, gamma, beta = random_q(torch.int8, 2, 6, 5, 4), torch.rand(6), torch.randn(6)
+    rows, scale = src.flatten(1), torch.rand(120)
+    with start_onednn(version=LARGE) as new:
+        dst = new.group_normalization(src, 3, gamma, beta, dst_dtype=torch.float32)
+        torch.testing.assert_close(dst, F.group_norm(src.float(), 3, gamma, beta))
+        dst = new.rms_normalization(rows, scale, dst_dtype=torch.float32)
+        torch.testing.assert_close(dst, F.rms_norm(rows.float(), [120], scale, 1e-5))
+    with pytest.raises(RefusedError, match="unknown primitive 'rms_normalization'"):
+        peer.rms_normalization(rows, scale)
+
+
 def test_refusal_names_the_reason_and_the_peer_lives_on(peer: Peer) -> None:
     src, weight = random_q(torch.uint8, 1, 8, 4, 4), random_weight(8, 8, 1, 1)
     with pytest.raises(RefusedError, match=r"refuses convolution: .*\(unimplemented\)"):
