@@ -174,6 +174,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=1, help="of torchq and each peer")
     parser.add_argument("--isa", choices=torchq.supported_isas(), default=torchq.isa())
     parser.add_argument("--peers", default=",".join(PEERS), help="of these; '' for none")
+    parser.add_argument(
+        "--onednn", choices=("3.2", "3.13"), default="3.2", help="version; 3.2 has no group norm"
+    )
     parser.add_argument("--src", choices=_SRC_DTYPES, default="u8", help="dtype of the source")
     parser.add_argument("--json", help="file for the medians, one row a layer")
     parser.add_argument("--plot", help="file for a bar chart of the ratios")
@@ -183,13 +186,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @contextlib.contextmanager
-def _started(names: list[str], threads: int) -> Iterator[Peer | None]:
+def _started(names: list[str], threads: int, version: str) -> Iterator[Peer | None]:
     """The oneDNN process if it is asked for; without its wheels a note, and no such peer."""
     if "onednn" not in names:
         yield None
         return
     try:
-        peer = Peer(threads)
+        peer = Peer(threads, version)
     except WheelsUnavailableError as error:
         print(f"benchmarks: no onednn: {error}", file=sys.stderr)
         names.remove("onednn")
@@ -216,7 +219,7 @@ def run(args: argparse.Namespace) -> int:
     peak = measure(args.threads, args.isa, 1 if args.quick else PATIENT)
     if not args.quick:
         peak.check_quiet()
-    with _started(names, args.threads) as peer, torch.inference_mode():
+    with _started(names, args.threads, args.onednn) as peer, torch.inference_mode():
         setup = Setup(names, peer, QUICK if args.quick else FULL, args.isa)
         rows = _measure(args, setup, peak, layers)
     report.print_summary(rows)

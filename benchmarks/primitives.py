@@ -114,6 +114,22 @@ def _layer_norm(rows: int, width: int, floating: bool = False) -> Primitive:
     )
 
 
+def _group_norm(size: int, channels: int, groups: int, floating: bool = False) -> Primitive:
+    gamma, beta = 0.5 + torch.rand(channels), torch.randn(channels)
+    return Primitive(
+        f"group_norm {'of f32 ' * floating}{channels} in {groups}, {size}",
+        ((1, channels, size, size),),
+        lambda data: (
+            ops.group_norm.default,
+            [data[0], groups, gamma, beta, 1e-5, *_scales(1, 0.03), CODE, ""],
+        ),
+        lambda peer, data, options: peer.group_normalization(
+            data[0], groups, gamma, beta, dst_scale=0.03, dst_dtype=U8, **options
+        ),
+        floating=floating,
+    )
+
+
 def _relu(size: int, channels: int) -> Primitive:
     return Primitive(
         f"relu {channels}, {size}",
@@ -228,6 +244,8 @@ ELEMENTWISE: Counter[Primitive] = Counter(
         _layer_norm(128, 768, floating=True),
         _layer_norm(196, 384),
         _layer_norm(3136, 96),
+        _group_norm(32, 320, 32),
+        _group_norm(32, 320, 32, floating=True),
         _relu(56, 256),
         _binary("add", 56, 256),
         _binary("add", 7, 2048),
