@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random eltwise, binary, sum, softmax, layer norm, reduction and resampling cases.
-
-oneDNN multiplies the results of softmax and layer norm by the scale of the source; torchq
-dequantizes the source with it. The cases therefore have a scale of the destination only.
-"""
+"""Random eltwise, binary, sum, softmax, reduction and resampling cases."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from collections.abc import Callable
 
 import reference_primitives as oracle
 import torch
-from chains import COMPARISON, FUNCTIONS, PARTIAL, Chain, float32
+from chains import COMPARISON, FUNCTIONS, PARTIAL, float32
 from differential import EPSILON, Case, Exact
 from matmul_cases import F32, S8, S32, U8, random_q
 from real_chains import (
@@ -24,7 +20,6 @@ from real_chains import (
     finished,
     keywords,
     safe_layout,
-    scaled,
 )
 from simple_cases import tensor
 from torch import Tensor
@@ -141,91 +136,6 @@ def sum_(rng: random.Random, data: torch.Generator, index: int) -> Case:
     )
 
 
-def softmax(rng: random.Random, data: torch.Generator, index: int) -> Case:
-    dtype, dst_dtype = rng.choice((U8, S8)), rng.choice((U8, S8, F32))
-    shape, logarithmic = small(rng), rng.random() < 0.4
-    axis = rng.choice((1, 1, 2, 3))
-    src = random_q(data, dtype, *shape) // rng.choice((1, 16, 32))
-    dst_scale = (
-        None if dst_dtype == F32 else float32(rng.uniform(1, 2) / 256 * (32 if logarithmic else 1))
-    )
-    function = TF.log_softmax if logarithmic else TF.softmax
-    chain = draw_chain(rng, data, shape, dst_dtype, ELTWISE + BINARY)
-
-    def exact() -> Exact:
-        x = src.double()
-        y = x.log_softmax(axis) if logarithmic else x.softmax(axis)
-        error = 3e-6 * (1 + y.abs()) if logarithmic else 2e-6 * y + 1e-12
-        return scaled(Exact(y, error), chain, dst_scale)
-
-    return Case(
-        f"{'log_' * logarithmic}softmax {dtype} {shape} axis {axis} -> {dst_dtype} {dst_scale} "
-        f"'{chain.text}'",
-        lambda: function(src, axis, dst_dtype=dst_dtype, **keywords(chain, attr_of(dst=dst_scale))),
-        lambda: finished(
-            oracle.softmax(src, axis, ONE, logarithmic).float(), chain, dst_dtype, dst_scale
-        ),
-        lambda peer: peer.softmax(
-            src,
-            axis,
-            logarithmic=logarithmic,
-            dst_scale=dst_scale,
-            dst_dtype=dst_dtype,
-            **chain.onednn(dst_dtype),
-        ),
-        exact,
-        approximate=True,
-        defect="jit:avx2" if COMPARISON.search(chain.text) else "",
-    )
-
-
-def layer_normalization(rng: random.Random, data: torch.Generator, index: int) -> Case:
-    """Few with post-ops, which oneDNN 3.2 refuses."""
-    dtype, dst_dtype = rng.choice((U8, S8, F32)), rng.choice((U8, S8, F32))
-    shape = (rng.randint(1, 4), rng.randint(1, 5), rng.choice((4, 16, 33, 64)))
-    is_float = dtype == F32
-    src = torch.randn(shape, generator=data) if is_float else random_q(data, dtype, *shape)
-    gamma = 0.5 + torch.rand(shape[-1], generator=data)
-    beta = torch.randn(shape[-1], generator=data)
-    dst_scale = None if dst_dtype == F32 else float32(rng.uniform(0.02, 0.04))
-    chain = Chain()
-    if rng.random() < 0.15:
-        chain = draw_chain(rng, data, shape, dst_dtype, ELTWISE + BINARY + SUM, dst_scale)
-
-    def exact() -> Exact:
-        x = src.double()
-        centered = x - x.mean(-1, keepdim=True)
-        variance = centered.square().mean(-1, keepdim=True)
-        y = centered / (variance + 1e-5).sqrt() * gamma + beta
-        size = (x.abs() + x.abs().mean(-1, keepdim=True)) / (variance + 1e-5).sqrt() * gamma
-        return scaled(Exact(y, 32 * EPSILON * (size + beta.abs())), chain, dst_scale)
-
-    return Case(
-        f"{dtype} {shape} -> {dst_dtype} {dst_scale} '{chain.text}'",
-        lambda: TF.layer_norm(
-            src,
-            shape[-1:],
-            gamma,
-            beta,
-            dst_dtype=dst_dtype,
-            **keywords(chain, attr_of(dst=dst_scale)),
-        ),
-        lambda: finished(
-            oracle.normalize_floats(src, True, gamma, beta, 1e-5, ONE, F32)
-            if is_float
-            else oracle.normalize(src, gamma, beta, 1e-5, [ONE, ONE], F32),
-            chain,
-            dst_dtype,
-            dst_scale,
-        ),
-        lambda peer: peer.layer_normalization(
-            src, gamma, beta, dst_scale=dst_scale, dst_dtype=dst_dtype, **chain.onednn(dst_dtype)
-        ),
-        exact,
-        approximate=chain.approximate,
-    )
-
-
 def reduction(rng: random.Random, data: torch.Generator, index: int) -> Case:
     dtype = rng.choice((U8, S8))
     dst_dtype = rng.choice((dtype, S32, F32))
@@ -293,8 +203,6 @@ GENERATORS: dict[str, Callable[[random.Random, torch.Generator, int], Case]] = {
     "eltwise": eltwise,
     "binary": binary,
     "sum": sum_,
-    "softmax": softmax,
-    "layer_normalization": layer_normalization,
     "reduction": reduction,
     "resampling": resampling,
 }

@@ -16,19 +16,29 @@ TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / "conformance"), str(TESTS / "support"), str(TESTS.parent)]
 
 import matmul_cases  # noqa: E402
+import norm_cases  # noqa: E402
 import product_cases  # noqa: E402
 import real_cases  # noqa: E402
 import simple_cases  # noqa: E402
 from differential import Opponent, Tally, run_case  # noqa: E402
 
 VERSIONS = ("3.13", "3.2")  # of oneDNN
+ADDED = ("rms_normalization", "group_normalization")  # 3.2 has neither
 DROPPED = {"output_scales": "2.6"}  # by these versions, and compared with an older one
 PRIMITIVES = {
     **matmul_cases.GENERATORS,
     **product_cases.GENERATORS,
     **simple_cases.GENERATORS,
+    **norm_cases.GENERATORS,
     **real_cases.GENERATORS,
 }
+
+
+def offers(version: str, primitive: str) -> bool:
+    """Returns True if the cases of a primitive are compared with this version."""
+    if primitive in ADDED:
+        return version == VERSIONS[0]
+    return primitive not in DROPPED or version == VERSIONS[-1]
 
 
 def run_primitive(primitive: str, cases: int, first: int = 0, version: str = "3.2") -> Tally:
@@ -117,7 +127,7 @@ The rules (all of them in `test_conformance.py::test_conforms`, element by eleme
 
 Known differences that are not drawn, each with its reason and test:
 
-- softmax and layer norm dequantize their source, where oneDNN multiplies the result by its scale:
+- softmax and the norms dequantize their source, where oneDNN multiplies the result by its scale:
   a scale belongs to what it scales (`test_onednn_peer.py::
   test_softmax_multiplies_its_result_by_the_scale`).
 - An int32 bias joins the accumulators, where oneDNN 3 adds it in real units: a bias quantized with
@@ -156,9 +166,8 @@ def main() -> int:
     tallies: dict[str, dict[str, Tally]] = {version: {} for version in versions}
     for version, of_version in tallies.items():
         for name in names:
-            if name in DROPPED and version != versions[-1]:
-                continue
-            of_version[name] = run_primitive(name, args.cases, args.first, version)
+            if offers(version, name):
+                of_version[name] = run_primitive(name, args.cases, args.first, version)
     if args.markdown:
         args.markdown.write_text("\n".join(page(tallies)))
     print("\n".join(page(tallies)).removeprefix(PREAMBLE))
