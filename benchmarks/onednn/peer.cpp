@@ -163,9 +163,9 @@ dnnl::normalization_flags normalization(const Request& r) {
 }
 
 Job layer_normalization(const Request& r) {
-  return prepare<dnnl::layer_normalization_forward>(
-      r, prop_kind::forward_inference, r.desc("src"), r.desc("dst"), r.number("epsilon"),
-      normalization(r));
+  return prepare<dnnl::layer_normalization_forward>(r, prop_kind::forward_inference, r.desc("src"),
+                                                    r.desc("dst"), r.number("epsilon"),
+                                                    normalization(r));
 }
 
 #if DNNL_VERSION_MAJOR > 3 || DNNL_VERSION_MINOR >= 13
@@ -176,9 +176,9 @@ Job rms_normalization(const Request& r) {
 }
 
 Job group_normalization(const Request& r) {
-  return prepare<dnnl::group_normalization_forward>(
-      r, prop_kind::forward_inference, r.desc("src"), r.desc("dst"), r.integer("groups"),
-      r.number("epsilon"), normalization(r));
+  return prepare<dnnl::group_normalization_forward>(r, prop_kind::forward_inference, r.desc("src"),
+                                                    r.desc("dst"), r.integer("groups"),
+                                                    r.number("epsilon"), normalization(r));
 }
 #endif
 
