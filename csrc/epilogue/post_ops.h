@@ -122,10 +122,11 @@ class EpilogueBuilder {
   /// [channels].
   void subtract(const int32_t* row_terms, const int32_t* channel_terms, int64_t channels,
                 int64_t groups);
-  /// Sets Epilogue::row_scale and row_bias; `subtract` comes first.
-  void scale_rows(const float* row_scale, const float* row_bias) {
+  /// Sets Epilogue::row_scale and row_bias.
+  void scale_rows(const float* row_scale, const float* row_bias, int64_t channels) {
     epilogue_.row_scale = row_scale;
     epilogue_.row_bias = row_bias;
+    epilogue_.channels = static_cast<int>(channels);
   }
 
  private:

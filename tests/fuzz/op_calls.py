@@ -201,6 +201,14 @@ VALID: list[tuple[str, list[str]]] = [
         "matmul",
         [SRC, "tensor((10, 3), torch.int8)", *folded(3)[:2], "None", I1, I1, "6", *TAIL[1:]],
     ),
+    (
+        "matmul",
+        [
+            *(SRC, "tensor((10, 3), torch.int8)", "tensor((2, 3))", "tensor((3,))"),
+            *("None", I1, I1, "6", "'binary_mul:1+sum:1:0:f32'", "tensor((1,))"),
+            "[tensor((2, 3, 1))]",
+        ],
+    ),
     ("gemm", [SRC, "tensor((10, 4), torch.int8)", "None", "False", "False", *GEMM]),
     (
         "gemm",

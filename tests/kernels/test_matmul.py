@@ -299,9 +299,21 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
         "scales of weights must have mask 0 or 2 or 6 or 4, got 1",
     ),
     (
-        lambda: TF.matmul(A, B, attr=Attr().set_scales("src", 3, torch.ones(8), (1, 4))),
+        lambda: TF.matmul(A, B, attr=Attr().set_scales("src", 3, torch.ones(7), (1, 4))),
+        ValueError,
+        "scales of src must be 8 values",
+    ),
+    (
+        lambda: TF.matmul(
+            A,
+            B,
+            attr=Attr()
+            .set_scales("src", 3, torch.ones(8), (1, 4))
+            .set_zero_points("dst", 2, [1] * 5),
+            dst_dtype=U8,
+        ),
         NotImplementedError,
-        "scales of src must be per row or per group of k, got both",
+        "zero points of dst per column must come without scales of src per row",
     ),
     (
         lambda: TF.matmul(A, B, attr=Attr().set_scales("src", 1, torch.ones(3))),
@@ -360,3 +372,21 @@ def test_op_errors():
         ops.matmul(src, weight, multiplier.expand(2, 10).contiguous(), *rest)
     with pytest.raises(ValueError, match="groups that divide K = 8"):
         ops.matmul(src, weight, multiplier.expand(3, 10).contiguous(), *rest)
+
+
+def test_errors_of_scales_by_row_and_group():
+    src, weight = torch.ones(3, 8, dtype=U8), torch.ones(8, 5, dtype=S8)
+    args = [src, weight, torch.ones(2, 5), torch.zeros(5), None, None, None, 6]
+    args += ["binary_mul:1+sum:1:0:f32", torch.zeros(1)]
+    for given, error, text in (
+        ([], ValueError, "needs 2 sources, got 1"),
+        ([torch.ones(3, 1)], ValueError, "post_op_srcs[0] must have shape [2, 3, 1] for post_ops"),
+        ([torch.ones(2, 3, 1, dtype=S32)], TypeError, "post_op_srcs[0] must be float32 as"),
+        ([torch.ones(2, 3, 1)] * 2, ValueError, "needs 2 sources, got 3"),
+    ):
+        with pytest.raises(error, match=re.escape(text)):
+            ops.matmul(*args, given)
+    rows = 1.0 + torch.arange(12.0)[::2].reshape(2, 3, 1)
+    expected = 4.0 * (rows[0] + rows[1]).expand(3, 5)
+    for given in (rows, rows.mT.contiguous().mT, rows.expand(2, 3, 2)[..., 1:]):
+        assert_same(ops.matmul(*args, [given]), expected)

@@ -142,6 +142,60 @@ def test_scales_per_row_and_per_group_of_k(isa: str):
     assert_same(TF.matmul(src, weight, bias, attr), expected)
 
 
+@pytest.mark.parametrize("dst", DTYPES, ids=str)
+@pytest.mark.parametrize("batch", (((), ()), ((2,), (2,)), ((3, 1), (2,))), ids=str)
+@pytest.mark.parametrize("weight_dtype", (S8, U8), ids=str)
+def test_source_scales_per_row_and_group_of_k_at_once(
+    isa: str, weight_dtype: torch.dtype, batch: Any, dst: torch.dtype
+):
+    """Each group of each row has its own; weights of blocks, and post-ops behind the bias."""
+    m, k, n = 13, 48, 37
+    src, weight = operands((m, k, n), U8, weight_dtype, batch)
+    args = parameters(k, n, dst)
+    draw = torch.Generator().manual_seed(7)
+    scales = 0.01 + 0.03 * torch.rand((*src.shape[:-1], k // 16), generator=draw)
+    blocks = 0.002 + 0.008 * torch.rand((k // 8, n), generator=draw)
+    zeros = torch.randint(0, 100, (k // 24,), generator=draw).int()
+    more = torch.rand(n, generator=draw)
+    lead = torch.broadcast_shapes(src.shape[:-1], (*weight.shape[:-2], 1))
+    rows = scales.repeat_interleave(2, -1).expand(*lead, -1).movedim(-1, 0)[..., None]
+    full = (1 << src.dim()) - 1
+    attr = attributes(args | {"src_scale": 1.0}, (weight.dim(), len(lead) + 1))
+    attr.set_scales("src", full, scales.reshape(-1), (1, 16))
+    attr.set_scales("weights", 3 << weight.dim() - 2, blocks.reshape(-1), (8, 1))
+    attr.set_zero_points("src", 1 << src.dim() - 1, zeros, (1, 24)).set_zero_points("weights", 0, 7)
+    attr.set_post_ops(PostOps.parse(f"eltwise_relu:0.1+binary_mul:{1 << len(lead)}", [more]))
+    for name in ("bias", "int32", "none"):
+        bias = {"bias": args["bias"], "int32": torch.arange(n, dtype=S32), "none": None}[name]
+        real = name == "bias"
+        expected = reference_matmul.matmul_by_groups(
+            src, weight, None if real else bias, torch.tensor(1.0), blocks,
+            zeros.repeat_interleave(3), 7, args.get("dst_scale"), args.get("dst_zero_point", 0),
+            dst, "binary_add:2+" * real + "eltwise_relu:0.1+binary_mul:2",
+            [args["bias"], more] if real else [more], row_scales=rows,
+        )  # fmt: skip
+        assert_same(TF.matmul(src, weight, bias, attr, dst), expected, name)
+
+
+def test_which_source_scales_are_per_row(isa: str):
+    """Mask and groups that name k without need, and those of a product without k."""
+    src, weight = operands((4, 8, 18), U8, S8)
+    scales = torch.rand(4) + 0.5
+    per_row = TF.matmul(src, weight, None, Attr().set_scales("src", 1, scales))
+    pairs = Attr().set_scales("src", 3, scales[::2], (2, 8))
+    rows = Attr().set_scales("src", 1, scales[::2].repeat_interleave(2))
+    assert_same(TF.matmul(src, weight, None, pairs), TF.matmul(src, weight, None, rows))
+    every = Attr().set_scales("src", 3, scales.repeat_interleave(8))
+    torch.testing.assert_close(TF.matmul(src, weight, None, every), per_row, rtol=1e-4, atol=0.1)
+    one = Attr().set_scales("src", 3, scales)
+    wanted = (src[:, :1].float() @ weight[:1].float()) * scales[:, None]
+    assert_same(TF.matmul(src[:, :1], weight[:1], None, one), wanted)
+    for dtype in (F32, U8):
+        none = Attr().set_scales("src", 3, torch.ones(0))
+        empty = TF.matmul(src[:, :0], weight[:0], torch.ones(18), none, dtype)
+        assert_same(empty, torch.ones(4, 18, dtype=dtype))
+
+
 @pytest.mark.parametrize("batch", ((), (2,), (2, 3)), ids=str)
 def test_masks_of_post_ops_index_all_dims(batch: tuple[int, ...]):
     """As oneDNN's do: with M = N a mask 2 of three dims is per row, not per column."""

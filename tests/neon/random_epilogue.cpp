@@ -92,14 +92,15 @@ void RandomEpilogue::add_chain_op() {
 
 void RandomEpilogue::add_row_terms(int64_t rows) {
   if (e_.mode == Epilogue::kFolded && e_.dst_dtype != DType::f32 && !e_.guard) return;
+  const bool scalable = e_.mode == Epilogue::kFolded && e_.dst_dtype == DType::f32;
+  if (scalable && chance(70)) e_.row_scale = floats(rows, 2.0f);
+  if (e_.row_scale != nullptr && chance(50)) e_.row_bias = floats(channels_, 10.0f);
+  if (e_.row_scale != nullptr && chance(30)) return;
   e_.group_channels = channels_ % 2 == 0 && chance(50) ? channels_ / 2 : channels_;
   if (chance(20)) e_.group_channels = 1;
   const int64_t groups = channels_ / e_.group_channels;
   e_.row_terms = ints_.emplace_back(random_ints(rows * groups, 1 << 20)).data();
   e_.channel_terms = ints_.emplace_back(random_ints(channels_, 1 << 15)).data();
-  if (e_.mode != Epilogue::kFolded || e_.dst_dtype != DType::f32) return;
-  if (chance(70)) e_.row_scale = floats(rows, 2.0f);
-  if (e_.row_scale != nullptr && chance(50)) e_.row_bias = floats(channels_, 10.0f);
 }
 
 int RandomEpilogue::element_bytes() const { return size_of(e_.dst_dtype); }

@@ -13,7 +13,8 @@ class RandomEpilogue {
  public:
   enum Forms { kAll, kChains };
   RandomEpilogue(int channels, int64_t size, Forms forms = kAll);
-  /// Adds the products of two zero points: dst has `rows` rows of all channels side by side.
+  /// Adds the products of two zero points, scales of rows, or both: dst has `rows` rows of all
+  /// channels side by side.
   void add_row_terms(int64_t rows);
 
   /// The same but for its destination, which has the bytes of dst().

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from reference import finish
 from reference_arithmetic import RANGE, Number, f32, f64, fma32, store
-from reference_epilogue import epilogue, real_units
-from reference_post_ops import bind
 from torch import Tensor
 
 
@@ -49,10 +47,12 @@ def matmul_by_groups(
     post_ops: str,
     values: Sequence[Tensor] = (),
     srcs: Sequence[Tensor] = (),
+    row_scales: Tensor | None = None,
 ) -> Tensor:
     """Each group of k has a row of scales [groups, N]; float32 adds the scaled groups in order.
 
-    What src has, and the zero points, are one, or one (row) per group.
+    What src has, and the zero points, are one, or one (row) per group. ``row_scales`` are those of
+    src per row and group, [groups, ..., M, 1].
     """
     groups, n = group_scales.shape
     size = weight.shape[-2] // groups
@@ -69,12 +69,15 @@ def matmul_by_groups(
         if g + 1 < groups:
             scale = f64(of(src_scale, g)) * f64(group_scales[g])
             part = fma32(f32(acc), f32(scale), f32(0.0))
+            part = part if row_scales is None else part * row_scales[g]
             total = part if total is None else total + part
     assert total is not None
-    chain = bind("+".join(filter(None, ["sum", post_ops])), values, [total, *srcs])
-    last = of(src_scale, groups - 1)
-    real = real_units(last, group_scales[-1], bias, dst_scale, dst_zero_point, n)
-    return epilogue(acc, real, chain, dst_dtype, acc.ndim - 1)
+    rows = [] if row_scales is None else [row_scales[-1]]
+    text = "+".join(["binary_mul:1"] * len(rows) + ["sum", post_ops]).rstrip("+")
+    return finish(
+        acc, n, acc.ndim - 1, bias, of(src_scale, groups - 1), group_scales[-1], dst_scale,
+        dst_zero_point, dst_dtype, text, values, [*rows, total, *srcs],
+    )  # fmt: skip
 
 
 def gemm(

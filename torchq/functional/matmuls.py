@@ -47,6 +47,10 @@ def matmul(
 
         x = fma(float(acc), weight_scale, 0) [+ t];  x = x * src_scale[row];  x = x + bias
 
+    With scales of ``src`` per row and per group of k at once, each group has its own::
+
+        t = t + fma(float(acc_g), weight_scale[g], 0) * src_scale[row, g];  x = t + bias
+
     A float32 ``src`` multiplies the dequantized weight instead (weight-only int8):
     ``src @ (weight_scale * float(weight - z_w)) + bias`` by torch's own float32 matmul, whose
     order of summation, and so its last bits, are torch's. It takes no post-ops and a float32 dst,
@@ -58,11 +62,11 @@ def matmul(
             Batch dimensions broadcast.
         bias: ``[N]``; float32 in real units or int32 in accumulator units.
         attr: masks index the dims of each argument; K, M and N name the bits of its last two.
-            Scales of ``src``: mask 0; K with groups ``(1, k)``, per group of k columns; or any
-            mask without K, or groups ``(1, K)``, per row. Scales and zero points of ``weights``: 0,
-            K, N or both, in groups. Zero points of ``src``: 0, or K with groups. Scales and zero
-            points of ``dst``, and output scales: 0 or N. Post-ops' masks are any of dst's dims: of
-            (B, M, N), mask 4 is per column, 2 per row of each matrix, 3 per row of all.
+            Scales of ``src``: any mask; with K, groups ``(1, k)`` are of k columns. Zero points of
+            ``src``: 0, or K with groups. Scales and zero points of ``weights``: 0, K, N or both, in
+            groups. Scales and zero points of ``dst``, and output scales: 0 or N. Post-ops' masks
+            are any of dst's dims: of (B, M, N), mask 4 is per column, 2 per row of each matrix, 3
+            per row of all.
         dst_dtype: torch.uint8, int8, int32 or float32. Without scales, and zero points per group,
             int32 gives the exact accumulators.
         post_op_srcs: in the order of the chain, a tensor of dst's shape and the sum's dtype for
@@ -93,20 +97,19 @@ def matmul(
         )
     check_source("matmul", src, attr)
     check_8bit("matmul", "weight", weight)
-    k = weight.shape[-2]
     _check_masks(attr, src, weight)
     groups = _groups(attr, src, weight)
-    zeros = attr.values("weights", "zero_points")
-    if bias is not None and bias.dtype == torch.int32:
-        plain = zeros is None and weight.dtype == torch.int8
-        check_int32_bias("matmul", bias, k if plain else 2 * k)
+    _check_bias(attr, weight, bias)
     dims = _dst_dims(src, weight)
     chain = _by_rows_and_columns(attr.post_ops, dims)
     srcs = _expanded(attr.post_ops, chain, dims, post_op_srcs)
     _check_dst_zero_points(attr, src, groups, dst_dtype)
-    if _scaled_by_row(attr, src):
-        chain, bias = _by_rows(attr, chain, src, bias, dims)
-    folded = _fold(attr, chain, src, weight, groups, bias, dst_dtype)
+    rows = _row_scales(attr, src, groups, dims)
+    if rows is not None:
+        chain, bias = _by_rows(rows, chain, bias, dims)
+    own = [rows] if rows is not None and len(rows) > 1 else []
+    folded = _fold(attr, chain, src, weight, groups, bias, dst_dtype, bool(own))
+    sources = post_op_sources("matmul", Attr().set_post_ops(chain), dst_dtype, srcs, lambda: dims)
     result: Tensor = torch.ops.torchq.matmul(
         src,
         weight,
@@ -118,7 +121,7 @@ def matmul(
         dtype_code(dst_dtype),
         folded.post_ops,
         folded.post_op_params,
-        post_op_sources("matmul", Attr().set_post_ops(chain), dst_dtype, srcs, lambda: dims),
+        [*own, *sources],
     )
     return result
 
@@ -231,12 +234,13 @@ def _check_masks(attr: Attr, src: Tensor, weight: Tensor) -> None:
     )
     attr.check("src", src.shape)
     attr.check("weights", weight.shape)
-    param, row = attr._params.get(("scales", "src")), (1, src.shape[-1])
-    if param is not None and param.mask & k and param.mask & (k - 1) and param.groups != row:
-        raise NotImplementedError(
-            f"torchq.matmul: scales of src must be per row or per group of k, got both: {attr}. "
-            f"The nearest supported are groups {row} (one per row) and mask {k} (per k)."
-        )
+
+
+def _check_bias(attr: Attr, weight: Tensor, bias: Tensor | None) -> None:
+    if bias is not None and bias.dtype == torch.int32:
+        plain = attr.values("weights", "zero_points") is None and weight.dtype == torch.int8
+        k = weight.shape[-2]
+        check_int32_bias("matmul", bias, k if plain else 2 * k)
 
 
 def _check_dst_zero_points(attr: Attr, src: Tensor, groups: int, dst_dtype: torch.dtype) -> None:
@@ -289,12 +293,29 @@ def _zero_points(attr: Attr, arg: str, t: Tensor, groups: int) -> Tensor | None:
     return values if groups > 1 else values.reshape(-1)
 
 
+def _row_scales(attr: Attr, src: Tensor, groups: int, dims: list[int]) -> Tensor | None:
+    """Return scales of src by row, ``[1, ..., M, 1]``, or ``[groups, ..., M, 1]`` if k matters."""
+    if not _scaled_by_row(attr, src):
+        return None
+    values, k = attr.resolve("src", src.shape), src.shape[-1]
+    if values.shape[-1] == 0:
+        values = values.new_ones((*values.shape[:-1], 1))
+    own = attr._params["scales", "src"].groups
+    size = k if own is not None and own[1] == k else k // groups
+    values = values[..., :: max(size, 1)]
+    return values.expand(*dims[:-1], -1).movedim(-1, 0).unsqueeze(-1)
+
+
 def _by_rows(
-    attr: Attr, chain: PostOps, src: Tensor, bias: Tensor | None, dims: list[int]
+    rows: Tensor, chain: PostOps, bias: Tensor | None, dims: list[int]
 ) -> tuple[PostOps, Tensor | None]:
-    """Return the chain behind post-ops for row scales and a float bias; the bias that is left."""
-    scales = attr.resolve("src", src.shape)[..., :1]
-    first = PostOps().append_binary("mul", scales.expand(*dims[:-1], 1).reshape(-1), 1)
+    """Return the chain behind post-ops for row scales and a float bias; the bias that is left.
+
+    Row scales per group are no post-op: they come before the sum of the groups.
+    """
+    first = PostOps()
+    if len(rows) == 1:
+        first = first.append_binary("mul", rows.reshape(-1), 1)
     if bias is not None and bias.dtype in FLOATS and bias.shape == (dims[-1],):
         first, bias = first.append_binary("add", as_float32(bias.detach()), 2), None
     return post_ops_of([*first, *chain]), bias
@@ -308,6 +329,7 @@ def _fold(
     groups: int,
     bias: Tensor | None,
     dst_dtype: torch.dtype,
+    rows_per_group: bool,
 ) -> Folded:
     """Fold as for a linear layer of the same scales, once per group of k."""
     n, k = weight.shape[-1], weight.shape[-2]
@@ -334,9 +356,10 @@ def _fold(
     multipliers = [
         fold("matmul", scales(g), layer, None, torch.float32).multiplier for g in range(groups - 1)
     ]
-    text = "+".join(filter(None, ["sum:1:0:f32", str(chain)]))
+    group_sum = "binary_mul:1+sum:1:0:f32" if rows_per_group else "sum:1:0:f32"
+    text = "+".join(filter(None, [group_sum, str(chain)]))
     last = _with_destination(attr, scales(groups - 1))
-    last.set_post_ops(post_ops_of([*PostOps.parse("sum:1:0:f32"), *chain]))
+    last.set_post_ops(post_ops_of([*PostOps.parse(group_sum), *chain]))
     folded = fold("matmul", last, layer, bias, dst_dtype)
     multiplier = torch.stack([*multipliers, folded.multiplier])
     return folded._replace(multiplier=multiplier, post_ops=text)

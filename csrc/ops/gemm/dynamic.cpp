@@ -112,7 +112,7 @@ void run(OpTrace& trace, const Problem& p, const at::Tensor& weight, const at::T
     row_scale[r] = params[r].scale;
   }
   epilogue.subtract(row_terms, compensation.const_data_ptr<int32_t>(), p.n, 1);
-  epilogue.scale_rows(row_scale, p.bias);
+  epilogue.scale_rows(row_scale, p.bias, p.n);
   const int64_t padded = p.panels * kPanel;
   int32_t* init = scratch.take<int32_t>(padded);
   std::memset(init, 0, static_cast<size_t>(padded) * sizeof(int32_t));

@@ -29,7 +29,20 @@ namespace torchq {
 namespace {
 
 constexpr const char* kOp = "matmul";
-constexpr c10::string_view kGroupSum = "sum:1:0:f32";
+// clang-format off
+// Note [Scales per group of k]
+// The multiplier is [groups, N] then, and the chain begins with the sum of the groups before the last:
+//
+//   sum:1:0:f32                 t = t + fma(float(acc), multiplier[g], 0)
+//   binary_mul:1+sum:1:0:f32    t = t + fma(float(acc), multiplier[g], 0) * row_scale[g][row]
+//
+// The caller leaves that sum out of post_op_srcs; row_scale is the first of them, [groups, ..., M, 1].
+// clang-format on
+constexpr c10::string_view kGroupSum = "sum:1:0:f32", kRowGroupSum = "binary_mul:1+sum:1:0:f32";
+
+bool begins_with(c10::string_view text, c10::string_view start) {
+  return text.substr(0, start.size()) == start;
+}
 
 struct Matmul {
   const Kernels& tier;
@@ -41,6 +54,7 @@ struct Matmul {
   const int32_t* weight_zero_points = nullptr;  // [groups][n], of the packed weights; or null
   int64_t rows = 0;                             // of dst, in all batches
   int32_t* row_terms = nullptr;                 // [groups][rows], with weight zero points
+  const float* row_scales = nullptr;            // [groups][rows], with kRowGroupSum
 
   int64_t group_k() const { return k / groups; }
   int64_t panels() const { return panels_of(n); }
@@ -95,7 +109,7 @@ void fill_row_terms(const Matmul& mm, const Rows& rows, int64_t group, int64_t f
   }
 }
 
-/// The epilogue of every group but the last: t = t + float(acc) * multiplier, in float32.
+/// The epilogue of every group but the last: Note [Scales per group of k].
 class GroupSums {
  public:
   GroupSums(int64_t groups, const at::Tensor& dst) {
@@ -120,6 +134,9 @@ class GroupSums {
       if (mm.row_terms != nullptr) {
         builders_.back()->subtract(mm.row_terms + g * mm.rows, mm.weight_zero_points + g * mm.n,
                                    mm.n, 1);
+      }
+      if (mm.row_scales != nullptr) {
+        builders_.back()->scale_rows(mm.row_scales + g * mm.rows, nullptr, mm.n);
       }
     }
   }
@@ -291,16 +308,28 @@ int64_t groups_of(const at::Tensor& multiplier, int64_t k, c10::string_view post
   TORCH_CHECK_VALUE(groups >= 1 && k % groups == 0, "torchq.matmul: multiplier [groups, N] must ",
                     "have groups that divide K = ", k, ", got ", multiplier.sizes(),
                     ". Each group of K / groups products has its own row of multipliers.");
-  TORCH_CHECK_VALUE(groups == 1 || post_ops.substr(0, kGroupSum.size()) == kGroupSum,
-                    "torchq.matmul: post_ops must begin with '", kGroupSum, "' for ", groups,
-                    " groups, got '", post_ops, "'. That sum adds the groups before the last one.");
+  TORCH_CHECK_VALUE(
+      groups == 1 || begins_with(post_ops, kGroupSum) || begins_with(post_ops, kRowGroupSum),
+      "torchq.matmul: post_ops must begin with '", kGroupSum, "' or '", kRowGroupSum, "' for ",
+      groups, " groups, got '", post_ops, "'. That sum adds the groups before the last one.");
   return groups;
 }
 
-/// The sum of the groups before the last is the first source of the chain.
-std::vector<at::Tensor> with_group_sum(const GroupSums& sums, at::TensorList srcs) {
+/// The scales of rows and groups: the first source of a chain that begins with kRowGroupSum.
+at::Tensor row_scales_of(c10::string_view post_ops, const at::Tensor& src, int64_t groups,
+                         const at::Tensor& dst) {
+  c10::SmallVector<int64_t, 6> sizes{groups};
+  sizes.append(dst.sizes().begin(), dst.sizes().end());
+  sizes.back() = 1;
+  check_post_op_src(kOp, post_ops, 0, src, DType::f32, sizes, dst, 0);
+  return src.contiguous();
+}
+
+/// The sources of the last group's chain, with the sum of the others and its own scales of rows.
+std::vector<at::Tensor> with_group_sum(const GroupSums& sums, at::TensorList srcs, bool by_row) {
   std::vector<at::Tensor> all(srcs.begin(), srcs.end());
-  if (sums.sum().defined()) all.insert(all.begin(), sums.sum());
+  if (by_row) all[0] = all[0][all[0].size(0) - 1];
+  if (sums.sum().defined()) all.insert(all.begin() + by_row, sums.sum());
   return all;
 }
 
@@ -338,7 +367,13 @@ at::Tensor run_matmul(OpTrace& trace, const at::Tensor& src_arg, const at::Tenso
   GroupSums sums(groups, dst);
   const at::Tensor last_multiplier =
       mm.groups == 1 ? multiplier.reshape(-1) : multiplier[mm.groups - 1];
-  const std::vector<at::Tensor> srcs = with_group_sum(sums, post_op_srcs);
+  const bool by_row = groups > 1 && begins_with(post_ops, kRowGroupSum) && !post_op_srcs.empty();
+  at::Tensor row_scales;
+  if (by_row) {
+    row_scales = row_scales_of(post_ops, post_op_srcs[0], groups, dst);
+    mm.row_scales = row_scales.const_data_ptr<float>();
+  }
+  const std::vector<at::Tensor> srcs = with_group_sum(sums, post_op_srcs, by_row);
   EpilogueBuilder epilogue(
       {kOp, n, last_multiplier, offset, post_ops, post_op_params, srcs,
        acc_bias.has_value() ? 2147483648.0 : 255.0 * 255.0 * static_cast<double>(mm.group_k()),
