@@ -88,7 +88,7 @@ test-sanitized: $(VENV)/.test  ## Kernels, ops and loaders under Address-, Undef
 test-neon:  ## The NEON kernels against the reference in an emulator (Debian: apt install g++-aarch64-linux-gnu qemu-user)
 	$(MAKE) --no-print-directory -C tests/neon
 
-conformance: $(VENV)/.test  ## 9900 random cases beside real oneDNN of two versions; writes docs/conformance.md
+conformance: $(VENV)/.test  ## 10200 random cases beside real oneDNN of two versions; writes docs/conformance.md
 	$(BIN)/python tests/conformance/run.py --markdown docs/conformance.md $(ARGS)
 
 zoo: $(VENV)/.test $(VENV)/.bench  ## Whole published networks at full size, beside the peers

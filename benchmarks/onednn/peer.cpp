@@ -14,9 +14,9 @@
 //   @name=dt:dims:tag   a tensor, whose bytes follow in the payload, in header order
 //
 // Names of data types, format tags and algorithms are oneDNN's own. Tensors named after an argument
-// are bound to it; `scale:<arg>:<mask>` and `zero_point:<arg>:<mask>` set attributes, `post_op:<i>`
-// is the operand of the i-th post-op that has one. Tensors named dst* come back, in that order.
-// With samples=n the answer is seconds=<one figure per sample> instead of tensors.
+// are bound to it; `scale:<arg>:<mask>[:<groups>]` and `zero_point:<arg>:<mask>` set attributes,
+// `post_op:<i>` is the operand of the i-th post-op that has one. Tensors named dst* come back, in
+// that order. With samples=n the answer is seconds=<one figure per sample> instead of tensors.
 //
 // The same source serves oneDNN 2, for what oneDNN 3 dropped: `output_scale:dst:<mask>` and the
 // scale of an eltwise post-op. There, matmul-like primitives are all it offers.

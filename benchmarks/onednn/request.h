@@ -222,12 +222,24 @@ dnnl::post_ops post_ops(const Request& request, Arguments& arguments) {
   return ops;
 }
 
+#if DNNL_VERSION_MAJOR >= 3
+/// Scales that blocks of the last two dimensions share.
+void set_group_scales(dnnl::primitive_attr& attr, int argument, int mask,
+                      const memory::dims& groups) {
+#if DNNL_VERSION_MAJOR > 3 || DNNL_VERSION_MINOR >= 13
+  attr.set_scales(argument, mask, groups);
+#else
+  throw std::invalid_argument("this oneDNN has no groups of scales");
+#endif
+}
+#endif
+
 /// Builds the attributes of the request and binds the tensors they take at execution.
 dnnl::primitive_attr attributes(const Request& request, Arguments& arguments) {
   dnnl::primitive_attr attr;
   for (const auto& tensor : request.tensors()) {
     const std::vector<std::string> field = split(tensor.first, ':');
-    if (field.size() != 3) continue;
+    if (field.size() < 3) continue;
     const int number = argument(field[1]), mask = std::stoi(field[2]);
 #if DNNL_VERSION_MAJOR < 3
     if (field[0] == "scale")
@@ -243,7 +255,10 @@ dnnl::primitive_attr attributes(const Request& request, Arguments& arguments) {
 #else
     if (field[0] == "output_scale")
       throw std::invalid_argument("oneDNN 3 has scales of arguments, not output scales");
-    if (field[0] == "scale") {
+    if (field.size() > 3) {
+      set_group_scales(attr, number, mask, dimensions(field[3]));
+      arguments[DNNL_ARG_ATTR_SCALES | number] = tensor.second;
+    } else if (field[0] == "scale") {
       attr.set_scales_mask(number, mask);
       arguments[DNNL_ARG_ATTR_SCALES | number] = tensor.second;
     } else {

@@ -28,7 +28,8 @@ class Attributes:
 
     A scale or zero point is a number or a tensor. One value has mask 0; several are per output
     channel for weights and per dimension 1 otherwise, unless ``masks`` says it, for example
-    ``masks={"weight_scale": 2}``.
+    ``masks={"weight_scale": 2}``. ``groups={"weight_scale": (32, 1)}`` are the sizes of blocks that
+    share a scale, in the last two dimensions.
 
     Attributes:
         output_scale: oneDNN 2's one scale for all, in place of those of oneDNN 3.
@@ -52,6 +53,7 @@ class Attributes:
     dst_zero_point: int | Tensor | None = None
     output_scale: float | Tensor | None = None
     masks: dict[str, int] = field(default_factory=dict)
+    groups: dict[str, tuple[int, int]] = field(default_factory=dict)
     dst: Tensor | None = None
     dst_dtype: torch.dtype | None = None
     post_ops: str = ""
@@ -131,7 +133,10 @@ class Request:
                 several = channel_mask if argument == "weight" else 2
                 mask = given.masks.get(key, 0 if values.numel() == 1 else several)
                 name = "weights" if argument == "weight" else argument
-                self.tensor(f"{kind}:{name}:{mask}", values)
+                blocks = (
+                    [":" + "x".join(map(str, given.groups[key]))] if key in given.groups else []
+                )
+                self.tensor("".join([f"{kind}:{name}:{mask}", *blocks]), values)
         if given.output_scale is not None:
             values = torch.as_tensor(given.output_scale, dtype=torch.float32).flatten()
             self.tensor(f"output_scale:dst:{0 if values.numel() == 1 else 2}", values)

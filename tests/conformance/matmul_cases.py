@@ -77,20 +77,25 @@ class Quantization:
 
     def exact(self, acc: Tensor, axis: int, doubt: Tensor | float = 0) -> Exact:
         """``acc`` has the source's zero point taken off; another may be off by ``doubt``."""
-
-        def along(values: Tensor) -> Tensor:
-            dims = [-1 if d == axis else 1 for d in range(acc.ndim)]
-            return values.double().reshape(dims if values.numel() > 1 else [1] * acc.ndim)
-
-        scale = float(torch.tensor(self.src_scale)) * along(self.weight_scale)
+        weight_scale = along(self.weight_scale, axis, acc.ndim)
+        scale = float(torch.tensor(self.src_scale)) * weight_scale
         x = acc * scale
-        result = Exact(x, 4 * EPSILON * x.abs() + doubt * scale, acc)
+        return self.behind(Exact(x, 4 * EPSILON * x.abs() + doubt * scale, acc), axis)
+
+    def behind(self, result: Exact, axis: int) -> Exact:
+        """What comes behind the scales."""
         if self.bias is not None:
-            result = result.plus(along(self.bias))
+            result = result.plus(along(self.bias, axis, result.y.ndim))
         result = self.chain.exact(result)
         if self.dst_scale is not None:
             result = result.times(1 / float(torch.tensor(self.dst_scale)))
         return result.plus(torch.tensor(float(self.dst_zero_point), dtype=torch.float64))
+
+
+def along(values: Tensor, axis: int, dims: int) -> Tensor:
+    """One value, or one per index of an axis, in float64."""
+    shape = [-1 if d == axis and values.numel() > 1 else 1 for d in range(dims)]
+    return values.double().reshape(shape)
 
 
 def random_q(data: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:

@@ -73,6 +73,63 @@ def matmul(rng: random.Random, data: torch.Generator, index: int) -> Case:
     )
 
 
+def matmul_groups(rng: random.Random, data: torch.Generator, index: int) -> Case:
+    """Scales of src by row and group of k; of weights one, by column, or in groups of their own."""
+    batch = rng.choice(((), (), (2,)))
+    rows, columns = rng.randint(1, 9), rng.randint(1, 35)
+    size, count = rng.choice((16, 32, 48)), rng.choice((2, 3, 4))  # oneDNN takes no size of 4
+    inner = size * count
+    shape, axis = (*batch, rows, columns), len(batch) + 1
+    q = quantization(rng, data, shape, inner, zero_points=index % 2 == 0, axis=axis)
+    src = random_q(data, q.src_dtype, *batch, rows, inner)
+    weight = random_weight(data, *batch, inner, columns)
+    src_scale = q.src_scale * (0.5 + torch.rand((*batch, rows, count), generator=data))
+    weight_size = rng.choice((size, 2 * size)) if count % 2 == 0 and rng.random() < 0.6 else inner
+    weight_scale, weight_mask = q.weight_scale, 0 if q.weight_scale.numel() == 1 else 1 << axis
+    groups = {"src_scale": (1, size)}
+    attr = q.attr(1 << axis).set_scales("src", (2 << axis) - 1, src_scale.flatten(), (1, size))
+    if weight_size < inner:
+        drawn = 0.5 + torch.rand((inner // weight_size, columns), generator=data)
+        weight_scale, weight_mask = drawn * weight_scale, 3 << axis - 1
+        groups["weight_scale"] = (weight_size, 1)
+        attr.set_scales("weights", weight_mask, weight_scale.flatten(), (weight_size, 1))
+    by_group = weight_scale.expand(inner // weight_size, columns).repeat_interleave(
+        weight_size // size, 0
+    )
+
+    def exact() -> Exact:
+        shifted = (src.double() - q.src_zero_point).reshape(*shape[:-1], count, size)
+        parts = shifted.transpose(-2, -3) @ weight.double().reshape(*batch, count, size, columns)
+        parts = parts * src_scale.double().mT[..., None] * by_group[:, None].double()
+        error = (4 + count) * EPSILON * parts.abs().sum(-3)
+        return q.behind(Exact(parts.sum(-3), error), axis)
+
+    biases = [] if q.bias is None else [q.bias]
+    return Case(
+        text=f"src {q.src_dtype} {tuple(src.shape)} weight {tuple(weight.shape)} {groups} mask "
+        f"{weight_mask} zp {q.src_zero_point} {q.dst_zero_point} dst {q.dst_dtype} "
+        f"'{q.chain.text}'",
+        torchq=lambda: TF.matmul(src, weight, q.bias, attr, q.dst_dtype, q.chain.olds),
+        reference=lambda side=0: reference_matmul.matmul_by_groups(
+            src, weight, None, torch.tensor(1.0), by_group, q.src_zero_point, 0, q.dst_scale,
+            q.dst_zero_point, q.dst_dtype,
+            "+".join([*["binary_add:2" for _ in biases], *q.chain.words]),
+            [*biases, *q.chain.oracle_values], q.chain.oracle_srcs,
+            src_scale.movedim(-1, 0)[..., None], side,
+        ),
+        onednn=lambda peer: peer.matmul(
+            src, weight, q.bias,
+            **{**q.onednn(), "src_scale": src_scale, "weight_scale": weight_scale},
+            masks={"src_scale": (2 << axis) - 1, "weight_scale": weight_mask}, groups=groups,
+        ),
+        exact=exact,
+        approximate=q.chain.approximate,
+        sided=True,
+        defect="ref_int8" if _PRELU_BEHIND_PRELU.search(q.chain.text) else "",
+        zero_points=bool(q.src_zero_point or q.dst_zero_point),
+    )  # fmt: skip
+
+
 def output_scales(rng: random.Random, data: torch.Generator, index: int) -> Case:
     """oneDNN 2.6: one scale for all, the bias in accumulator units, eltwise post-ops with a scale.
 
@@ -243,6 +300,7 @@ def depthwise_fused(rng: random.Random, data: torch.Generator, index: int) -> Ca
 
 GENERATORS: dict[str, Callable[[random.Random, torch.Generator, int], Case]] = {
     "matmul": matmul,
+    "matmul_groups": matmul_groups,
     "output_scales": output_scales,
     "depthwise_fused": depthwise_fused,
 }

@@ -23,7 +23,7 @@ import simple_cases  # noqa: E402
 from differential import Opponent, Tally, run_case  # noqa: E402
 
 VERSIONS = ("3.13", "3.2")  # of oneDNN
-ADDED = ("rms_normalization", "group_normalization")  # 3.2 has neither
+ADDED = ("matmul_groups", "rms_normalization", "group_normalization")  # 3.2 has none of them
 DROPPED = {"output_scales": "2.6"}  # by these versions, and compared with an older one
 PRIMITIVES = {
     **matmul_cases.GENERATORS,
@@ -136,6 +136,9 @@ Known differences that are not drawn, each with its reason and test:
 - A float32 destination of a static recurrent layer is the hidden state before it is rounded, which
   oneDNN rounds and dequantizes: half a step at most, and the states between steps agree
   (`test_rnn_attr.py::test_a_float_destination_is_the_state_before_it_is_rounded`).
+- Scales of src per group of k, the same in all rows: oneDNN 3.13's `brg_matmul` reads them as if
+  each row had its own
+  (`test_conformance.py::test_scales_per_k_of_onednn_are_read_per_row`).
 - A sum behind an eltwise: oneDNN 3.2 takes it and ignores it, and 3.13 refuses it
   (`test_conformance.py::test_a_sum_behind_an_eltwise_of_onednn_is_left_out`).
 - Binary post-ops of a channels-last resampling: oneDNN 3.2, unlike 3.13, reads their operands at

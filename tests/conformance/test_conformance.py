@@ -94,6 +94,25 @@ def test_a_prelu_of_onednn_reads_the_operand_of_another() -> None:
     assert near[expected > 0].all() and not near.all()
 
 
+def test_scales_per_k_of_onednn_are_read_per_row() -> None:
+    """oneDNN 3.13's brg_matmul reads those of src per group of k as if each row had its own."""
+    rng = torch.Generator().manual_seed(0)
+    src = torch.randint(1, 256, (2, 64), generator=rng, dtype=torch.uint8)
+    weight = exact_weight(torch.randint(1, 128, (64, 16), generator=rng, dtype=torch.int8))
+    scales = torch.tensor([1.0, 2.0, 0.5, 4.0])
+    real = src.double() * scales.repeat_interleave(16)
+    expected = real @ weight.double()
+    attr = Attr().set_scales("src", 2, scales, (1, 16))
+    assert torch.equal(TF.matmul(src, weight, attr=attr).double(), expected)
+    asked = {"dst_dtype": torch.float32, "groups": {"src_scale": (1, 16)}}
+    with start_onednn(version=LARGE) as peer:
+        each = peer.matmul(src, weight, src_scale=scales.repeat(2), masks={"src_scale": 3}, **asked)
+        theirs = peer.matmul(src, weight, src_scale=scales, masks={"src_scale": 2}, **asked)
+        wrong = peer.implementation.startswith("brg_matmul")
+    assert torch.equal(each.double(), expected) and torch.equal(theirs[0].double(), expected[0])
+    assert wrong != torch.equal(theirs[1].double(), expected[1])
+
+
 def test_an_int32_bias_is_in_accumulator_units() -> None:
     """oneDNN 3 adds it behind the scales, as any other bias."""
     rng = torch.Generator().manual_seed(0)

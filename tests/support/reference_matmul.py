@@ -48,6 +48,7 @@ def matmul_by_groups(
     values: Sequence[Tensor] = (),
     srcs: Sequence[Tensor] = (),
     row_scales: Tensor | None = None,
+    side: int = 0,
 ) -> Tensor:
     """Each group of k has a row of scales [groups, N]; float32 adds the scaled groups in order.
 
@@ -76,7 +77,7 @@ def matmul_by_groups(
     text = "+".join(["binary_mul:1"] * len(rows) + ["sum", post_ops]).rstrip("+")
     return finish(
         acc, n, acc.ndim - 1, bias, of(src_scale, groups - 1), group_scales[-1], dst_scale,
-        dst_zero_point, dst_dtype, text, values, [*rows, total, *srcs],
+        dst_zero_point, dst_dtype, text, values, [*rows, total, *srcs], side=side,
     )  # fmt: skip
 
 
