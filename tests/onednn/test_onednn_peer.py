@@ -246,6 +246,8 @@ def test_refusal_names_the_reason_and_the_peer_lives_on(peer: Peer) -> None:
         peer.convolution(src, weight, dst_scale=torch.rand(8))
     with pytest.raises(RefusedError, match="this oneDNN knows no 'eltwise_nonsense'"):
         peer.convolution(src, weight, post_ops="eltwise_nonsense")
+    with pytest.raises(RefusedError, match="this oneDNN has no groups of scales"):
+        peer.matmul(src[0, 0], src[0, 0].mT, src_scale=1, groups={"src_scale": (1, 2)})
     with pytest.raises(ValueError, match="post_op_tensors must be 1 tensors"):
         peer.convolution(src, weight, post_ops="binary_add:2")
     with pytest.raises(TypeError, match="unexpected keyword"):
