@@ -83,7 +83,7 @@ class Quantization:
         return self.behind(Exact(x, 4 * EPSILON * x.abs() + doubt * scale, acc), axis)
 
     def behind(self, result: Exact, axis: int) -> Exact:
-        """What comes behind the scales."""
+        """Adds the bias, the chain and the scale and zero point of dst to ``result``."""
         if self.bias is not None:
             result = result.plus(along(self.bias, axis, result.y.ndim))
         result = self.chain.exact(result)
