@@ -64,9 +64,8 @@ elif MACHINE == "aarch64":
 
 # Folders of the library's other objects, which see torch.
 LIBRARY = ["csrc", "csrc/runtime", "csrc/epilogue", "csrc/ops/*"]
-# Precompiled for these. Where a compiler refuses PRECOMPILED, it includes TORCH_HEADERS itself.
-TORCH_HEADERS = "csrc/torch_pch.h"
-PRECOMPILED = BUILD / "pch" / "torch_pch.h.gch"
+# Precompiled. Where a compiler refuses one, it includes the header itself.
+PRECOMPILED = {name: BUILD / "pch" / f"{name}.gch" for name in ("tensor_pch.h", "torch_pch.h")}
 
 # TORCHQ_EMULATE=1: kernels above AVX2 in software, for tests on CPUs that lack them.
 EMULATED = bool(os.environ.get("TORCHQ_EMULATE"))
@@ -153,10 +152,8 @@ class BuildTorchq(build_ext):
         ninja = Ninja(compiler)
         kernels = [ninja.add(*kernel) for kernel in kernel_objects()]
         flags = [*self.compiler.compiler_so[1:], *torch_flags()]
-        ninja.add(PRECOMPILED, TORCH_HEADERS, [*flags, "-x", "c++-header"])
-        # The folder of PRECOMPILED in front of csrc/: the compiler takes what it finds first.
-        first = [f"-I{PRECOMPILED.parent}", "-include", Path(TORCH_HEADERS).name]
-        flags = [*self.compiler.compiler_so[1:], *first, *torch_flags()]
+        for name, target in PRECOMPILED.items():
+            ninja.add(target, f"csrc/{name}", [*flags, "-x", "c++-header"])
         linked = []
         for ext in self.extensions:
             folder = BUILD / ext.name.rpartition(".")[2]
@@ -164,8 +161,11 @@ class BuildTorchq(build_ext):
             objects = [*kernels] if ext is library else []
             for source in ext.sources:
                 target = folder / Path(source).with_suffix(".o")
-                own = flags if ext is library else [*flags, *python]
-                objects.append(ninja.add(target, source, own, after=PRECOMPILED))
+                header = header_of(source)
+                # The folder of PRECOMPILED in front of csrc/: the compiler takes the first found.
+                own = [f"-I{BUILD / 'pch'}", "-include", header, *flags]
+                own += [] if ext is library else python
+                objects.append(ninja.add(target, source, own, after=PRECOMPILED[header]))
             # A copy without sources is linked: those of the extension are what an sdist packs.
             linked.append(copy.copy(ext))
             linked[-1].sources, linked[-1].depends = [], objects
@@ -228,6 +228,13 @@ def torch_flags() -> list[str]:
     folders = [TORCH / "include", TORCH / "include/torch/csrc/api/include"]
     system = [flag for path in folders for flag in ("-isystem", str(path))]
     return [*COMMON, *WARNINGS, "-g0", "-fopenmp", INCLUDE, *system, *DEFINES]
+
+
+def header_of(source: str) -> str:
+    """Return the precompiled header of a file, by what it includes."""
+    text = (ROOT / source).read_text(encoding="utf-8")
+    wide = re.search("<(torch/|ATen/ops/|ATen/core/dispatch/|ATen/ExpandUtils)", text)
+    return "torch_pch.h" if wide else "tensor_pch.h"
 
 
 def extension(name: str, folders: list[str], libraries: list[str], link: list[str]) -> Extension:

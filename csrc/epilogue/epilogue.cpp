@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // From a parsed chain, its parameters and its tensors to the Epilogue that kernels read.
-#include <ATen/ops/empty_like.h>
+#include <ATen/EmptyTensor.h>
 
 #include <algorithm>
 #include <bit>
@@ -206,7 +206,8 @@ void EpilogueBuilder::add_source(const Args& args, const at::Tensor& dst, DType 
   if (src.sizes() == dst.sizes() && src.strides() == dst.strides()) {
     srcs_.push_back(src);
   } else {
-    srcs_.push_back(at::empty_like(dst, src.options()).copy_(src.expand(dst.sizes())));
+    srcs_.push_back(at::detail::empty_strided_cpu(dst.sizes(), dst.strides(), src.scalar_type()));
+    srcs_.back().copy_(src.expand(dst.sizes()));
   }
   sums_.push_back({srcs_.back().const_data_ptr(), expected, nullptr, scale, zero_point});
 }

@@ -6,7 +6,6 @@
 // L2. Measured on Zen 4, one thread: 4096x4096 at 2900 MB/s, 512x512x3x3 at 1700; writing weights
 // to their final bytes one by one gave 140, with four divisions each.
 #include <ATen/EmptyTensor.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cstring>
@@ -251,8 +250,10 @@ std::tuple<at::Tensor, at::Tensor> packed_sums(const at::Tensor& packed) {
                     "torchq._packed_sums: packed must be [panels, taps, quads, 16, 4], got ",
                     packed.sizes(), ". Pack the weight with torchq.packing.");
   const int64_t panels = packed.size(0), taps = packed.size(1), quads = packed.size(2);
-  at::Tensor compensation = at::zeros({taps, panels * kPanel}, at::kInt);
-  at::Tensor bounds = at::zeros({panels}, at::kInt);
+  at::Tensor compensation = at::detail::empty_cpu({taps, panels * kPanel}, at::kInt);
+  at::Tensor bounds = at::detail::empty_cpu({panels}, at::kInt);
+  compensation.zero_();
+  bounds.zero_();
   const int8_t* src = packed.const_data_ptr<int8_t>();
   int32_t* sums = compensation.mutable_data_ptr<int32_t>();
   int32_t* bound = bounds.mutable_data_ptr<int32_t>();

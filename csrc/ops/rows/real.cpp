@@ -2,7 +2,7 @@
 // Reading, computing and writing blocks in real units (Note [Real units] in real.h).
 #include "ops/rows/real.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/EmptyTensor.h>
 
 #include <algorithm>
 #include <cmath>
@@ -166,7 +166,7 @@ void RealOutput::add_operand(const at::Tensor& src, const at::Tensor& dst, const
   const int64_t period = data.numel();
   is_map_ = is_map_ && period == 1;
   if (period == 1 || (period != 0 && period < dst.numel())) {
-    at::Tensor repeated = at::empty({period + kRealBlock}, src.options());
+    at::Tensor repeated = at::detail::empty_cpu({period + kRealBlock}, src.scalar_type());
     const size_t size = static_cast<size_t>(repeated.element_size());
     const char* values = static_cast<const char*>(data.const_data_ptr());
     char* out = static_cast<char*>(repeated.mutable_data_ptr());
