@@ -5,8 +5,13 @@ A graph takes tensors and gives tensors. So a call becomes one that leaves nothi
 all tokens, positions, indices of the logits to keep, and the keys and values of the cache, which
 have no tokens where it is empty. One graph takes the prompt, each step behind it, and chunks of
 several tokens. The keys and values that it gives are put into the cache of the caller.
+
 A layer with a sliding window keeps the last ones alone. So a graph takes fewer of them than tokens
 before, and their number tells where they stand among all tokens.
+
+A decoder that attends to the states of an encoder has keys and values of them in its cache, too.
+Its graph puts those of the states that it is given behind the cached ones. So the first call gives
+all states, and a later one none, which leaves the cached ones as they are.
 """
 
 from __future__ import annotations
@@ -18,10 +23,11 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from torchq.capture.exported import Exported
+from torchq.capture.graph import aten_name
 from torchq.capture.guards import Example, Restore
 from torchq.capture.likeness import Argument
 from torchq.models.inputs import are_close, float_tensors
@@ -29,10 +35,13 @@ from torchq.models.state import same_numbers, twin
 from torchq.models.trees import Args, Call, Kwargs
 
 _IDS, _MASK, _POSITIONS, _KEEP = "input_ids", "attention_mask", "position_ids", "logits_to_keep"
+_STATES, _STATES_MASK = "encoder_hidden_states", "encoder_attention_mask"
 _CACHES = ("cache", "past_key_values")
 """The parameter for the cache, and the field of results, in newer and older transformers."""
 _COUNT, _PAST = 4, 5
 """Tokens of the captured call, and of its cache: few, since the float model runs some 20 times."""
+_SEEN, _ALL = 3, 10
+"""States of the encoder in the cache of the captured call, and all of them."""
 _LIBRARY = "transformers.cache_utils"
 _Given = dict[str, Any]
 """Arguments of a call by their names."""
@@ -47,12 +56,15 @@ class _Form:
         cache: the one that takes the cache.
         kinds: heads, elements and dtype, of keys and values in turn, layer by layer.
         windows: how many tokens each one sees, layer by layer, None for all; () if all do so.
+        crossed: whether it attends to the states of an encoder. The cache has keys and values of
+            them, too, and ``kinds`` those behind all others.
     """
 
     parameters: tuple[str, ...]
     cache: str
     kinds: tuple[tuple[int, int, torch.dtype], ...] = ()
     windows: tuple[int | None, ...] = ()
+    crossed: bool = False
 
     def named(self, args: Args, kwargs: Kwargs) -> _Given:
         """Return the arguments of a call by their names.
@@ -80,7 +92,7 @@ class _Form:
             return None
         cache, (batch, count) = given.get(self.cache), ids.shape
         past = self._past(cache, batch)
-        if past is None:
+        if past is None or (self.crossed and cache is not None and given.get("use_cache") is False):
             return None
         length, tensors = past
         if mask is None:
@@ -89,42 +101,52 @@ class _Form:
             mask = ids.new_ones(batch, length + count)
         if positions is None:
             positions = torch.arange(length, length + count, device="cpu").expand(batch, count)
-        for tensor, rows, size in ((mask, {batch}, length + count), (positions, {1, batch}, count)):
-            if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.dim() != 2:
-                return None
-            if tensor.shape[0] not in rows or tensor.shape[1] != size:
-                return None
+        if not _fits(mask, {batch}, length + count) or not _fits(positions, {1, batch}, count):
+            return None
         found = {name: value for name, value in given.items() if name != "use_cache"}
-        found |= {_MASK: mask.long(), _POSITIONS: positions.expand(batch, count)}
-        found[self.cache] = [*tensors, *self.windows]
+        found |= {_MASK: mask.long(), self.cache: [*tensors, *self.windows]}
+        if _POSITIONS in self.parameters:
+            found[_POSITIONS] = positions.expand(batch, count)
         if _KEEP in self.parameters:
             keep = given.get(_KEEP, 0)
             found[_KEEP] = torch.arange(count, device="cpu")[-keep:] if type(keep) is int else keep
-        return found
+        return self._with_states(found, tensors[-1].shape[2]) if self.crossed else found
 
-    def _past(self, cache: object, batch: int) -> tuple[int, list[Tensor]] | None:
+    def _with_states(self, found: _Given, cached: int) -> _Given | None:
+        """Return the call with those states of the encoder that are not in the cache."""
+        states, mask = found.get(_STATES), found.get(_STATES_MASK)
+        if not isinstance(states, Tensor) or states.dim() != 3:
+            return None
+        batch, length, _ = states.shape
+        if length == 0 or cached not in (0, length):
+            return None
+        if _STATES_MASK in self.parameters:
+            mask = found[_IDS].new_ones(batch, length) if mask is None else mask
+            if not _fits(mask, {batch}, length):
+                return None
+            found[_STATES_MASK] = mask.long()
+        return found | {_STATES: states[:, cached:]}
+
+    def _past(self, cache: Any, batch: int) -> tuple[int, list[Tensor]] | None:
         """Return how many tokens a cache has seen, and its keys and values.
 
         None where it is no plain one of this model, or lacks keys that the model reads.
         """
-        layers = [] if cache is None else _layers(cache)
-        lengths = [layer.get_seq_length() for layer in layers or ()]
-        length = max(lengths, default=0)
-        if layers is None or lengths.count(length) < len(lengths):
+        caches = [None] * (1 + self.crossed) if cache is None else _caches(cache)
+        if len(caches) != 1 + self.crossed:
             return None
-        if not length:
-            return 0, [
-                torch.empty(batch, heads, 0, size, dtype=kind, device="cpu")
-                for heads, size, kind in self.kinds
-            ]
-        windows = self.windows or (None,) * len(layers)
-        if not 2 * len(layers) == len(self.kinds) == 2 * len(windows):
+        size = len(self.kinds) // len(caches)
+        own = _held(caches[0], self.kinds[:size], self.windows, batch)
+        if own is None or not self.crossed:
+            return own
+        cross = _held(caches[1], self.kinds[size:], (), batch)
+        if cross is None:
             return None
-        for layer, window in zip(layers, windows, strict=True):
-            least = length if window is None else min(length, window - 1)
-            if not least <= layer.keys.shape[2] <= length:
+        if cache is not None:
+            updated = {bool(cache.is_updated.get(i)) for i in range(size // 2)}
+            if updated != {cross[0] > 0}:
                 return None
-        return length, _tensors(layers)
+        return own[0], [*own[1], *cross[1]]
 
     def results(self, output: Any, tensors: list[Tensor], given: _Given) -> object:
         """Return what the model gives, once its keys and values are in the cache of the caller."""
@@ -132,10 +154,54 @@ class _Form:
         if cache is None and given.get("use_cache") is False:
             return output
         if cache is None:
-            cache = _new_cache(tensors, self.windows)
+            cache = _new_cache(tensors, self.windows, self.crossed)
         else:
             _fill(cache, tensors, given[_IDS].shape[1])
         return type(output)(**output, **{self.cache: cache})
+
+
+def _held(
+    cache: Any,
+    kinds: tuple[tuple[int, int, torch.dtype], ...],
+    windows: tuple[int | None, ...],
+    batch: int,
+) -> tuple[int, list[Tensor]] | None:
+    """Return what :meth:`_Form._past` does, of one of the caches of a decoder."""
+    layers = [] if cache is None else _layers(cache)
+    if layers is None:
+        return None
+    full = [layer for layer in layers if layer.get_seq_length()]
+    lengths = {layer.get_seq_length() for layer in full}
+    if full != layers[: len(full)] or len(lengths) > 1:
+        return None
+    if not full:
+        return 0, [
+            torch.empty(batch, heads, 0, size, dtype=kind, device="cpu")
+            for heads, size, kind in kinds
+        ]
+    (length,) = lengths
+    windows = windows or (None,) * len(full)
+    if not 2 * len(full) == len(kinds) == 2 * len(windows):
+        return None
+    for layer, window in zip(full, windows, strict=True):
+        least = length if window is None else min(length, window - 1)
+        if not least <= layer.keys.shape[2] <= length:
+            return None
+    return length, [tensor for layer in full for tensor in (layer.keys, layer.values)]
+
+
+def _fits(tensor: object, rows: set[int], size: int) -> bool:
+    """Return whether a value is a mask or positions, with a row for each sequence."""
+    if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.dim() != 2:
+        return False
+    return tensor.shape[0] in rows and tensor.shape[1] == size
+
+
+def _caches(cache: Any) -> list[Any]:
+    """Return a cache, or the two of a decoder: of its own tokens, and of the encoder's states."""
+    if type(cache) is vars(sys.modules.get(_LIBRARY, object)).get("EncoderDecoderCache"):
+        return [cache.self_attention_cache, cache.cross_attention_cache]
+    return [cache]
 
 
 def _layers(cache: Any) -> list[Any] | None:
@@ -151,31 +217,44 @@ def _layers(cache: Any) -> list[Any] | None:
     return layers if layers is not None and all(type(a) in kinds for a in layers) else None
 
 
-def _tensors(layers: list[Any]) -> list[Tensor]:
-    """Return keys and values in turn, layer by layer."""
-    return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
+def _tensors(cache: Any) -> list[Tensor]:
+    """Return keys and values in turn, layer by layer; [] of a class that ``_layers`` refuses."""
+    parts = [_layers(held) for held in _caches(cache)]
+    layers = [layer for part in parts for layer in part or () if layer.is_initialized]
+    return [] if None in parts else [t for layer in layers for t in (layer.keys, layer.values)]
 
 
-def _new_cache(tensors: list[Tensor], windows: Sequence[int | None] = ()) -> Any:
+def _new_cache(
+    tensors: list[Tensor], windows: Sequence[int | None] = (), crossed: bool = False
+) -> Any:
     """Return a cache with these keys and values, of which windows keep the last ones."""
+    known = vars(sys.modules[_LIBRARY])
+    if crossed:
+        cache = known["EncoderDecoderCache"](known["DynamicCache"](), known["DynamicCache"]())
+        _fill(cache, tensors, 0)
+        return cache
     sizes = [() if w is None else (torch.tensor(w, device="cpu"),) for w in windows]
     pairs = list(zip(tensors[::2], tensors[1::2], strict=True))
     layers = [(*pair, *size) for pair, size in zip(pairs, sizes or [()] * len(pairs), strict=True)]
-    return vars(sys.modules[_LIBRARY])["DynamicCache"](layers)
+    return known["DynamicCache"](layers)
 
 
 def _fill(cache: Any, tensors: list[Tensor], count: int) -> None:
     """Put keys and values into a cache, with the last ``count`` tokens of which it has grown."""
-    for i, (keys, values) in enumerate(zip(tensors[::2], tensors[1::2], strict=True)):
-        layer = cache.layers[i] if i < len(cache.layers) else None
-        if layer is None or not layer.is_initialized:
-            cache.update(keys, values, i)
-            continue
-        layer.keys, layer.values = keys, values
-        if layer.is_sliding:
-            layer.cumulative_length += count
-            if not layer.record_past:  # a layer that does keeps all of them until it is cropped
-                layer.keys, layer.values = _last(layer.sliding_window, keys, values)
+    caches, pairs = _caches(cache), [*zip(tensors[::2], tensors[1::2], strict=True)]
+    size = len(pairs) // len(caches)
+    for n, held in enumerate(caches):
+        for i, (keys, values) in enumerate(pairs[n * size : (n + 1) * size]):
+            if i >= len(held.layers) or not held.layers[i].is_initialized:
+                held.update(keys[:, :, :0], values[:, :, :0], i)
+            layer = held.layers[i]
+            layer.keys, layer.values = keys, values
+            if layer.is_sliding:
+                layer.cumulative_length += count
+                if not layer.record_past:  # a layer that does keeps all of them until it is cropped
+                    layer.keys, layer.values = _last(layer.sliding_window, keys, values)
+    if len(caches) > 1:
+        cache.is_updated.update(dict.fromkeys(range(size), True))
 
 
 def _last(window: int, *tensors: Tensor) -> list[Tensor]:
@@ -207,7 +286,14 @@ class CachedExample(Example):
         ranks = [len(a.shape) for a in tensors]
         known = all(w is None or (type(w) is int and w > 0) for w in windows)
         known = known and len(windows) in (0, len(ranks) / 2)
-        if not ranks or len(ranks) % 2 or {*ranks} != {4} or not known or self.structure is None:
+        parts = 4 if isinstance(self.values.get(_STATES), Argument) else 2
+        if (
+            not ranks
+            or len(ranks) % parts
+            or {*ranks} != {4}
+            or not known
+            or self.structure is None
+        ):
             raise ValueError(
                 f"torchq.load: {self.cls.__name__} must take the keys and values of a cache, got "
                 "other arguments. Was the file written by torchq.save?"
@@ -218,7 +304,8 @@ class CachedExample(Example):
         cache = next(name for name in _CACHES if name in names)
         tensors, windows = _split(cast(Any, self.values[cache]))
         kinds = tuple((a.shape[1], a.shape[3], a.dtype) for a in tensors)
-        return _Form(names, cache, kinds, windows)
+        crossed = isinstance(self.values.get(_STATES), Argument)
+        return _Form(names, cache, kinds, windows, crossed)
 
     def chooser(self, traced: bool = False) -> Callable[..., tuple[Tensor, ...] | None]:
         """Return a function with the module's signature: the graph's tensors, or None."""
@@ -248,7 +335,8 @@ class CachedExample(Example):
         except TypeError as error:
             return str(error)
         if call is None:
-            return "its cache, mask or positions are of other kinds than those of generate"
+            more = ", or the encoder's states," if form.crossed else ""
+            return f"its cache, mask or positions{more} are of other kinds than those of generate"
         return super().why((), call)
 
 
@@ -259,7 +347,7 @@ def cached_call(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[nn.Modul
     """
     names = tuple(inspect.signature(type(module).forward).parameters)[1:]
     cache = next((name for name in _CACHES if name in names), None)
-    if cache is None or any(name not in names for name in (_IDS, _MASK, _POSITIONS)):
+    if cache is None or any(name not in names for name in (_IDS, _MASK)):
         return None
     try:
         with torch.no_grad(), same_numbers():
@@ -273,34 +361,62 @@ def _taken(
 ) -> tuple[nn.Module, Call] | None:
     """Return what :func:`cached_call` returns; where a model is no language model, this fails."""
     model, given, cache = twin(module), form.named(args, kwargs), form.cache
-    known = {_IDS, _MASK, _POSITIONS, _KEEP, cache, "use_cache"}
+    form = replace(form, crossed=isinstance(given.get(_STATES), Tensor))
+    known = {_IDS, _MASK, _POSITIONS, _KEEP, _STATES, _STATES_MASK, cache, "use_cache"}
     options = {name: value for name, value in given.items() if name not in known}
     ids: Tensor = given[_IDS]
     if ids.dim() != 2 or any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(options)):
         return None
+    if not form.crossed and _POSITIONS not in form.parameters:
+        return None
     tokens = ids.tile(2, _PAST)[:2]  # no two sizes of the example are equal
-    first = {**options, _IDS: tokens[:, :_COUNT]}
     padded = torch.ones_like(tokens[:, :_COUNT])
     padded[0, 0] = 0  # of which a model may make other positions
+    source = _source(form, given)
+    first = {**options, **source, _IDS: tokens[:, :_COUNT]}
     asked = {"use_cache": given["use_cache"]} if "use_cache" in given else {}
     output = model(**first, **asked, **{_MASK: padded})
-    windows = tuple(getattr(layer, "sliding_window", None) for layer in output[cache].layers)
+    layers = _caches(output[cache])[0].layers
+    windows = tuple(getattr(layer, "sliding_window", None) for layer in layers)
     own, kept = _without(output, cache)
     kinds = tuple((t.shape[1], t.shape[3], t.dtype) for t in kept)
     form = replace(form, kinds=kinds, windows=windows if any(windows) else ())
-    before = model(**{_IDS: tokens[:, :_PAST], "use_cache": True, cache: _new_cache([])})[cache]
+    empty = _new_cache([], crossed=form.crossed)
+    before = model(**source, **{_IDS: tokens[:, :_PAST], "use_cache": True, cache: empty})[cache]
     example, same = form.tensors({**first, cache: before}), form.tensors({**first, _MASK: padded})
-    taker = _taker(model, cache)
-    if example is None or same is None or 1 in windows:  # of one token, transformers keeps all
+    taker = _taker(model, form)
+    if example is None or same is None:
+        return None
+    if 1 in windows or (form.crossed and form.windows):  # of one token, transformers keeps all
         return None
     found, every = twin(taker)(**same)
-    held = _tensors(_new_cache(every, form.windows).layers)
+    held = _tensors(_new_cache(every, form.windows, form.crossed))
     if not are_close([*float_tensors(own), *kept], [*float_tensors(found), *held]):
         return None
+    if form.crossed:
+        found, every = twin(taker)(**example)
+        own, kept = _without(model(**first, **{cache: before, "use_cache": True}), cache)
+        if not are_close([*float_tensors(own), *kept], [*float_tensors(found), *every]):
+            return None
+        seen, size = example[cache], len(kept) // 2
+        example[cache] = [*seen[:size], *(t[:, :, :_SEEN] for t in seen[size:])]
+        example[_STATES] = source[_STATES][:, _SEEN:]
     if form.windows:  # fewer keys than tokens before, as where a window is full
-        past = zip(_tensors(before.layers), [w for w in form.windows for _ in "kv"], strict=True)
+        past = zip(_tensors(before), [w for w in form.windows for _ in "kv"], strict=True)
         example[cache] = [*(t if w is None else t[:, :, 2:] for t, w in past), *form.windows]
     return taker, ((), example)
+
+
+def _source(form: _Form, given: _Given) -> _Given:
+    """Return some states of the encoder of a call, and a mask of them."""
+    if not form.crossed:
+        return {}
+    states = given[_STATES][:, :_ALL].tile(2, _ALL, 1)[:2, :_ALL].contiguous()
+    if _STATES_MASK not in form.parameters:
+        return {_STATES: states}
+    mask = given[_IDS].new_ones(2, _ALL)
+    mask[0, -2:] = 0
+    return {_STATES: states, _STATES_MASK: mask}
 
 
 def _without(output: Any, cache: str) -> tuple[object, list[Tensor]]:
@@ -309,27 +425,41 @@ def _without(output: Any, cache: str) -> tuple[object, list[Tensor]]:
     Raises:
         TypeError: it gives no plain cache.
     """
-    layers = _layers(output[cache])
-    if not layers:
+    tensors = _tensors(output[cache])
+    if not tensors:
         raise TypeError("no plain cache")
-    return type(output)(**{k: v for k, v in output.items() if k != cache}), _tensors(layers)
+    return type(output)(**{k: v for k, v in output.items() if k != cache}), tensors
 
 
-def _taker(model: nn.Module, cache: str) -> nn.Module:
+def _taker(model: nn.Module, form: _Form) -> nn.Module:
     """Return a model with the same parts that takes and gives keys and values, and no cache.
 
     Its class is one of its own, so that all its parts have the names that they have in the model.
+    Keys and values of an encoder's states depend on nothing else: a call with an empty cache makes
+    them, of which a graph keeps no more than they need. All else reads no states but their size.
     """
-    cls = type(model)
+    cls, cache = type(model), form.cache
 
     def forward(self: nn.Module, **call: Any) -> tuple[object, list[Tensor]]:
-        tensors, windows = _split(call[cache])
-        held = _new_cache(tensors)
-        for layer, window in zip(held.layers, windows, strict=False):
+        (tensors, windows), given = _split(call[cache]), {**call, "use_cache": True}
+        if form.crossed:
+            own, cross = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
+            states = call[_STATES]
+            count: object = states.shape[1]
+            if type(count) is not int or count:  # models fail without; a symbol is any
+                masks = _MASK, _POSITIONS, _STATES_MASK
+                left = {k: v for k, v in given.items() if k not in masks}
+                held = _new_cache([], crossed=True)
+                cls.forward(self, **{**left, cache: held})
+                made = _tensors(held.cross_attention_cache)
+                cross = [torch.cat(pair, -2) for pair in zip(cross, made, strict=True)]
+            tensors, size = [*own, *cross], (states.shape[0], cross[0].shape[2], states.shape[2])
+            given[_STATES] = states.new_zeros(1).expand(size)
+        held = _new_cache(tensors, crossed=form.crossed)
+        for layer, window in zip(_caches(held)[0].layers, windows, strict=False):
             if window is not None:
                 _see_window(layer, call[_MASK].shape[1] - call[_IDS].shape[1])
-        given = {**call, cache: held, "use_cache": True}
-        return _without(cls.forward(self, **given), cache)
+        return _without(cls.forward(self, **{**given, cache: held}), cache)
 
     kind: type[nn.Module] = type(cls.__name__, (cls,), {"forward": forward})
     made = kind.__new__(kind)
@@ -360,22 +490,46 @@ def fix_kinds(exported: Exported) -> None:
             exported.arguments[i] = replace(argument, shape=(None, heads, None, size))
 
 
+def count_all(graph: fx.Graph) -> None:
+    """Write the numbers that reshapes leave out, which torch does not find where nothing is given.
+
+    So it is for the states of an encoder that the cache has already.
+    """
+    for node in graph.nodes:
+        sizes = node.meta.get("sizes")
+        if aten_name(node) not in ("view", "reshape", "_unsafe_view") or not sizes:
+            continue
+        given = node.args[1]
+        if isinstance(given, list | tuple) and -1 in given and sizes[given.index(-1)].isdigit():
+            at = given.index(-1)
+            node.update_arg(1, [*given[:at], int(sizes[at]), *given[at + 1 :]])
+
+
 def smaller_calls(exported: Exported) -> Iterator[list[Tensor]]:
     """Yield calls of sizes that torch.export does not vouch for: of one, and of no cached token."""
-    given = exported.kwargs
-    cache: Any = next(name for name in _CACHES if name in given)
-    every, (past, windows) = cast(Any, given[_IDS]), _split(cast(Any, given[cache]))
-    for batch, length, count, kept in (
-        *((1, 0, every.shape[1], 1), (1, 0, 1, 1), (1, 1, 1, 1), (1, _PAST, 1, 1)),
-        *((2, 3, 1, 1), (1, 3, 2, 2)),
-    ):
+    given: Any = exported.kwargs
+    cache = next(name for name in _CACHES if name in given)
+    every, (past, windows) = given[_IDS], _split(given[cache])
+    own = len(past) // 2 if _STATES in given else len(past)
+    for batch, length, count, kept, seen, states in (
+        (1, 0, every.shape[1], 1, 0, 7), (1, 0, 1, 1, 0, 1), (1, 1, 1, 1, 1, 0),
+        (1, _PAST, 1, 1, 3, 0), (2, 3, 1, 1, 3, 0), (1, 3, 2, 2, 0, 7),
+    ):  # fmt: skip
+        tensors = [t[:batch, :, :length] for t in past[:own]]
+        tensors += [t[:batch, :, :seen] for t in past[own:]]
         call = given | {
             _IDS: every[:batch, :count],
             _MASK: every.new_ones(batch, length + count),
-            _POSITIONS: torch.arange(length, length + count, device="cpu").expand(batch, count),
-            cache: [*(t[:batch, :, :length] for t in past), *windows],
+            cache: [*tensors, *windows],
         }
+        if _POSITIONS in given:
+            positions = torch.arange(length, length + count, device="cpu")
+            call[_POSITIONS] = positions.expand(batch, count)
         if _KEEP in given:
             call[_KEEP] = torch.arange(count, device="cpu")[-kept:]
+        if _STATES in given:
+            call[_STATES] = given[_STATES][:batch, :states]
+        if _STATES_MASK in given:
+            call[_STATES_MASK] = every.new_ones(batch, seen + states)
         leaves = pytree.tree_leaves(((), call))
         yield [leaves[argument.index].contiguous() for argument in exported.arguments]

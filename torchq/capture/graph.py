@@ -59,12 +59,14 @@ class Captured:
             - "fake": of a constant, the fake quantizer that gives it; ``recognize`` adds this.
         model: owns the modules and parameters that the graph refers to.
         prefix: of what is a submodule of another model, its name there with a dot behind it.
+        has_cache: whether it gives keys and values of a cache back to it: nobody else has them.
         once: modules that are called with constants only, and whose results the graph holds.
     """
 
     graph: fx.Graph
     model: nn.Module
     prefix: str = ""
+    has_cache: bool = False
     once: set[str] = field(default_factory=set)
 
 

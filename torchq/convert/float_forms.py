@@ -10,7 +10,7 @@ from torch.nn.modules.conv import _ConvNd
 from torchq.capture.graph import aten_name
 from torchq.capture.ops import Op, Role
 from torchq.capture.patterns import arguments_of
-from torchq.nn.attention import CachedAttention
+from torchq.nn.attention import CachedAttention, CachedCat
 from torchq.nn.float_modules import Cat
 from torchq.nn.normalization import QGroupNorm, QRMSNorm
 from torchq.planning.plan import Plan
@@ -28,6 +28,9 @@ def float_form(op: Op, is_channels_last: bool) -> _Form | None:
     """
     if op.reason == reasons.CACHED:
         return _attention(op)
+    if op.reason == reasons.GROWS:
+        a = arguments_of(op.node)
+        return CachedCat(a.dim), list(a.tensors)
     is_group_norm = is_channels_last and aten_name(op.node) == "group_norm"
     if not is_group_norm and op.node.target is not torch.rms_norm:
         return None

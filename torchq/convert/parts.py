@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from torchq.capture.aten import plain_graph
-from torchq.capture.cached import cached_call, fix_kinds, smaller_calls
+from torchq.capture.cached import cached_call, count_all, fix_kinds, smaller_calls
 from torchq.capture.condition import Condition
 from torchq.capture.exported import CaptureError, Exported, export, shapes_of
 from torchq.capture.graph import Captured, remove_unused
@@ -117,7 +117,7 @@ def _add(parts: Parts, name: str, module: nn.Module, call: Call, has_cache: bool
         first = str(error).partition("\n")[0]
         parts.why[name] = f"it makes no graph, got {type(error).__name__}: {first}"
         return False
-    captured.prefix = f"{name}." if name else ""
+    captured.prefix, captured.has_cache = f"{name}." if name else "", has_cache
     compute_once(captured)
     parts.found.append(Part(name, exported, captured, has_cache))
     return True
@@ -130,6 +130,8 @@ def _captured(
     if has_cache:
         fix_kinds(exported)
     captured = plain_graph(exported, twin(module))
+    if has_cache:
+        count_all(captured.graph)
     (_check_cached if has_cache else check)(module, exported, captured)
     return exported, captured
 

@@ -127,7 +127,11 @@ def _prepared(
     if config.check_inputs:
         vars(prepared)[CHECKS] = True
     if "" in parts.why:
-        vars(prepared)["torchq_note"] = f"the whole is not captured: {parts.why['']}"
+        steps = next((part.name for part in parts.found if part.has_cache), "")
+        text = f"but one graph takes each call of '{steps}' with a cache" if steps else ""
+        vars(prepared)["torchq_note"] = (
+            f"the whole is not captured{text and ', '}{text}: {parts.why['']}"
+        )
     return cast(Model, prepared)
 
 

@@ -24,6 +24,8 @@ def leave_cached(plan: Plan) -> Plan:
     for op in plan.ops.values():
         if op.role is Role.PRODUCT and any(map(_is_cached, op.srcs[1:])):
             ops[op.node] = replace(op, role=Role.OPAQUE, reason=reasons.CACHED)
+        elif plan.captured.has_cache and aten_name(op.node) == "cat" and _is_cached(op.node):
+            ops[op.node] = replace(op, role=Role.OPAQUE, reason=reasons.GROWS)
     return replace(plan, ops=ops)
 
 

@@ -75,6 +75,7 @@ DROPOUT = "it drops at random"
 ATTENTION_SCALE = "its scale {scale} is not above 0"
 MASK_DTYPE = "its mask is {dtype}, neither float32, bfloat16 nor bool"
 CACHED = "it reads keys or values that a cache keeps in float"
+GROWS = "a cache keeps its keys or values in float"
 
 # Sums that an int32 may not hold
 TOO_LONG = "it sums more than {products} products, which could overflow int32"
