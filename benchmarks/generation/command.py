@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=usual)
     parser.add_argument("--contender", nargs="+", metavar="NAME", help="words of their names")
     parser.add_argument("--prompts", type=int, nargs="+", default=[32, 512], help="in tokens")
-    parser.add_argument("--count", type=int, default=64, help="of tokens to generate")
+    parser.add_argument("--count", type=int, default=64, help="of tokens to generate, 2 or more")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--folder", help="keeps the models; what is there is not written again")
@@ -96,18 +96,31 @@ def _measured(args: argparse.Namespace, folder: Path) -> Results:
             if (worker := _started(name, shape, folder / shape, found))
         }
         for length in args.prompts:
-            times: dict[str, list[tuple[float, float]]] = {name: [] for name in workers}
-            for turn in range(args.rounds + 1):  # the first finds kernels, or compiles them
-                for name, worker in workers.items():
-                    taken = worker.generate(length, args.count)
-                    times[name] += [taken] if turn else []
-            rows = [_row(shape, name, length, args.count, t) for name, t in times.items()]
-            found.rows += rows
-            _print(rows)
+            times = _turns(workers, length, args, found.failures[shape])
+            found.rows += [_row(shape, name, length, args.count, t) for name, t in times.items()]
+            _print(found.rows[-len(times) :])
+        found.rows = [r for r in found.rows if r["contender"] not in found.failures[r["shape"]]]
         for name, worker in workers.items():
             row = {"shape": shape, "contender": name, "load_s": worker.load_seconds}
             found.memory.append({**row, "peak_mb": worker.close() / 1e6})
     return found
+
+
+def _turns(
+    workers: dict[str, Worker], length: int, args: argparse.Namespace, failures: dict[str, str]
+) -> dict[str, list[tuple[float, float]]]:
+    """Return the times of each contender; one that fails leaves the workers."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in workers}
+    for turn in range(args.rounds + 1):  # the first finds kernels, or compiles them
+        for name, worker in [*workers.items()]:
+            try:
+                taken = worker.generate(length, args.count, turn)
+            except FailedError as error:
+                failures[name] = str(error)
+                del workers[name], times[name]
+            else:
+                times[name] += [taken] if turn else []
+    return times
 
 
 def _started(name: str, shape: str, folder: Path, found: Results) -> Worker | None:

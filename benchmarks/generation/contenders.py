@@ -85,7 +85,7 @@ class Torch(Contender):
             src, attention_mask=torch.ones_like(src), streamer=streamer, do_sample=False,
             min_new_tokens=count, max_new_tokens=count,
         )  # fmt: skip
-        return streamer.stamps[1:]  # the first are the prompt's
+        return streamer.stamps[1:]  # the first is the prompt's
 
 
 @dataclass

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,12 @@ SHAPES = {
 }  # fmt: skip
 
 
-def prompt(shape: Shape, length: int) -> list[int]:
-    """Return random tokens behind the 256 of the single bytes."""
-    generator = torch.Generator().manual_seed(length)
+def prompt(shape: Shape, length: int, seed: int = 0) -> list[int]:
+    """Return random tokens behind the 256 of the single bytes.
+
+    Another seed for each call, since some contenders keep what they know of a prompt.
+    """
+    generator = torch.Generator().manual_seed(1000 * seed + length)
     return torch.randint(256, shape.vocabulary, (length,), generator=generator).tolist()
 
 
@@ -87,7 +91,7 @@ def words(count: int) -> list[str]:
     bytes_ = [chr(byte if byte in kept else next(others)) for byte in range(256)]
     pairs = (a + b for a in bytes_ for b in bytes_)
     threes = (a + b + c for a in bytes_[97:123] for b in bytes_ for c in bytes_)
-    made = (word for words in (pairs, threes) for word in words)
+    made = chain(pairs, threes)
     return [*bytes_, *(next(made) for _ in range(count - 256))]
 
 

@@ -40,9 +40,9 @@ class Worker:
         self._process = _Process(_serve, contender, shape, folder, threads)
         self.load_seconds: float = self._process.told()
 
-    def generate(self, length: int, count: int) -> tuple[float, float]:
+    def generate(self, length: int, count: int, seed: int) -> tuple[float, float]:
         """Return the seconds to the first token, and from there to the last."""
-        self._process.connection.send((length, count))
+        self._process.connection.send((length, count, seed))
         first, rest = self._process.told()
         return first, rest
 
@@ -109,8 +109,8 @@ def _serve(connection: Connection, contender: str, shape: str, folder: Path, thr
     made.load()
     connection.send(time.perf_counter() - start)
     while (asked := connection.recv()) is not None:
-        length, count = asked
-        ids = prompt(made.shape, length)
+        length, count, seed = asked
+        ids = prompt(made.shape, length, seed)
         start = time.perf_counter()
         stamps = made.generate(ids, count)
         if len(stamps) != count:

@@ -255,6 +255,8 @@ dnnl::primitive_attr attributes(const Request& request, Arguments& arguments) {
 #else
     if (field[0] == "output_scale")
       throw std::invalid_argument("oneDNN 3 has scales of arguments, not output scales");
+    if (field.size() > 3 && field[0] != "scale")
+      throw std::invalid_argument("of the attributes with groups, the peer knows scales");
     if (field.size() > 3) {
       set_group_scales(attr, number, mask, dimensions(field[3]));
       arguments[DNNL_ARG_ATTR_SCALES | number] = tensor.second;

@@ -197,7 +197,7 @@ def test_other_caches_and_states_take_the_models_own_code() -> None:
         decoder(ids, encoder_hidden_states=states, cache=half)
     static = tf.StaticCache(config=converted.config, max_cache_len=16)
     other = tf.EncoderDecoderCache(static, tf.DynamicCache())
-    with pytest.warns(UserWarning, match="the encoder's states, are of other kinds"):
+    with pytest.warns(UserWarning, match="encoder states are of other kinds"):
         assert decoder(ids, encoder_hidden_states=states, cache=other).cache is other
     given = decoder(ids, encoder_hidden_states=states).cache
     calls = [{"cache": cache, "use_cache": False} for cache in (given, copy.deepcopy(given))]

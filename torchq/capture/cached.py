@@ -6,8 +6,8 @@ all tokens, positions, indices of the logits to keep, and the keys and values of
 have no tokens where it is empty. One graph takes the prompt, each step behind it, and chunks of
 several tokens. The keys and values that it gives are put into the cache of the caller.
 
-A layer with a sliding window keeps the last ones alone. So a graph takes fewer of them than tokens
-before, and their number tells where they stand among all tokens.
+A layer with a sliding window keeps only its last keys and values. So a graph may take fewer of them
+than there were tokens; the difference is the position of the first.
 
 A decoder that attends to the states of an encoder has keys and values of them in its cache, too.
 Its graph puts those of the states that it is given behind the cached ones. So the first call gives
@@ -335,8 +335,8 @@ class CachedExample(Example):
         except TypeError as error:
             return str(error)
         if call is None:
-            more = ", or the encoder's states," if form.crossed else ""
-            return f"its cache, mask or positions{more} are of other kinds than those of generate"
+            kinds = "mask, positions or encoder states" if form.crossed else "mask or positions"
+            return f"its cache, {kinds} are of other kinds than those of generate"
         return super().why((), call)
 
 
@@ -446,7 +446,7 @@ def _taker(model: nn.Module, form: _Form) -> nn.Module:
             own, cross = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
             states = call[_STATES]
             count: object = states.shape[1]
-            if type(count) is not int or count:  # models fail without; a symbol is any
+            if type(count) is not int or count:  # models fail without; a symbolic size may be any
                 masks = _MASK, _POSITIONS, _STATES_MASK
                 left = {k: v for k, v in given.items() if k not in masks}
                 held = _new_cache([], crossed=True)
@@ -491,9 +491,9 @@ def fix_kinds(exported: Exported) -> None:
 
 
 def count_all(graph: fx.Graph) -> None:
-    """Write the numbers that reshapes leave out, which torch does not find where nothing is given.
+    """Replace -1 in reshapes by its size.
 
-    So it is for the states of an encoder that the cache has already.
+    torch cannot infer it for an empty tensor, such as the encoder's states in later steps.
     """
     for node in graph.nodes:
         sizes = node.meta.get("sizes")

@@ -59,7 +59,7 @@ class Captured:
             - "fake": of a constant, the fake quantizer that gives it; ``recognize`` adds this.
         model: owns the modules and parameters that the graph refers to.
         prefix: of what is a submodule of another model, its name there with a dot behind it.
-        has_cache: whether it gives keys and values of a cache back to it: nobody else has them.
+        has_cache: whether its results include keys and values for the caller's cache.
         once: modules that are called with constants only, and whose results the graph holds.
     """
 

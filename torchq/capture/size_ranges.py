@@ -91,7 +91,7 @@ def _joined(name: str, found: list[tuple[Size, Ranges] | None]) -> tuple[Size, R
 
 
 def common(found: Iterable[Ranges]) -> Ranges:
-    """Return the values that are in all of these; in pairs, many take long."""
+    """Return the values that are in all of these. Pair by pair, many would take long."""
     return Ranges(tuple(_merged([r for one in found for r in one.others]).others))
 
 

@@ -128,10 +128,8 @@ def _prepared(
         vars(prepared)[CHECKS] = True
     if "" in parts.why:
         steps = next((part.name for part in parts.found if part.has_cache), "")
-        text = f"but one graph takes each call of '{steps}' with a cache" if steps else ""
-        vars(prepared)["torchq_note"] = (
-            f"the whole is not captured{text and ', '}{text}: {parts.why['']}"
-        )
+        text = f" (but one graph takes each call of '{steps}' with a cache)" if steps else ""
+        vars(prepared)["torchq_note"] = f"the whole is not captured{text}: {parts.why['']}"
     return cast(Model, prepared)
 
 

@@ -28,7 +28,7 @@ _HOOKS = (
 
 _PAD_MODES = "reflect", "replicate", "circular"
 _MOST_PADDING = 1 << 31
-"""At one side, in a spec: torch computes with others, and with fewer than none, unchecked."""
+"""Padding at one side that a spec may have: torch does not check larger or negative values."""
 _LEAF = "torchq_leaf"
 """Name of the attribute of an error that holds the leaf whose layer raised it."""
 

@@ -24,9 +24,15 @@ def leave_cached(plan: Plan) -> Plan:
     for op in plan.ops.values():
         if op.role is Role.PRODUCT and any(map(_is_cached, op.srcs[1:])):
             ops[op.node] = replace(op, role=Role.OPAQUE, reason=reasons.CACHED)
-        elif plan.captured.has_cache and aten_name(op.node) == "cat" and _is_cached(op.node):
+        elif plan.captured.has_cache and _grows(op.node):
             ops[op.node] = replace(op, role=Role.OPAQUE, reason=reasons.GROWS)
     return replace(plan, ops=ops)
+
+
+def _grows(node: fx.Node) -> bool:
+    """Return whether a node puts keys or values behind those of a cache."""
+    is_pair = aten_name(node) == "cat" and len(node.all_input_nodes) == 2
+    return is_pair and len(node.meta.get("sizes") or ()) == 4 and _is_cached(node)
 
 
 def _is_cached(node: fx.Node) -> bool:
