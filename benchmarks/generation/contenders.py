@@ -137,6 +137,8 @@ class CTranslate2(Contender):
     def needs(self) -> None:
         import ctranslate2  # noqa: F401
 
+        self.names = words(self.shape.vocabulary)
+
     def write(self) -> None:
         from ctranslate2.converters import TransformersConverter
 
@@ -153,9 +155,9 @@ class CTranslate2(Contender):
         )  # fmt: skip
 
     def generate(self, ids: list[int], count: int) -> Stamps:
-        names, stamps = words(self.shape.vocabulary), Stamps()
+        stamps = Stamps()
         self.model.generate_batch(
-            [[names[i] for i in ids]], max_length=count, min_length=count, end_token=[],
+            [[self.names[i] for i in ids]], max_length=count, min_length=count, end_token=[],
             include_prompt_in_result=False, callback=lambda _: stamps.append(time.perf_counter()),
         )  # fmt: skip
         return stamps

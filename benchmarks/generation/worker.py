@@ -15,9 +15,6 @@ from benchmarks.memory import peak_bytes, resident_bytes
 
 __all__ = ["FailedError", "Worker", "written"]
 
-Key = tuple[str, str, Path, int]
-"""Contender, shape, folder, threads."""
-
 
 class FailedError(Exception):
     """A contender could not do what was asked; the text is its error's."""

@@ -99,13 +99,15 @@ class _Form:
             if cache is None and positions is not None:  # they may tell sequences in a row apart
                 return None
             mask = ids.new_ones(batch, length + count)
-        if positions is None:
-            positions = torch.arange(length, length + count, device="cpu").expand(batch, count)
-        if not _fits(mask, {batch}, length + count) or not _fits(positions, {1, batch}, count):
+        if not _fits(mask, {batch}, length + count):
             return None
         found = {name: value for name, value in given.items() if name != "use_cache"}
         found |= {_MASK: mask.long(), self.cache: [*tensors, *self.windows]}
         if _POSITIONS in self.parameters:
+            if positions is None:
+                positions = torch.arange(length, length + count, device="cpu").expand(batch, count)
+            if not _fits(positions, {1, batch}, count):
+                return None
             found[_POSITIONS] = positions.expand(batch, count)
         if _KEEP in self.parameters:
             keep = given.get(_KEEP, 0)
@@ -170,16 +172,17 @@ def _held(
     layers = [] if cache is None else _layers(cache)
     if layers is None:
         return None
-    full = [layer for layer in layers if layer.get_seq_length()]
-    lengths = {layer.get_seq_length() for layer in full}
-    if full != layers[: len(full)] or len(lengths) > 1:
+    lengths = [layer.get_seq_length() for layer in layers]
+    full = layers[: sum(map(bool, lengths))]  # a cache may have more layers than the decoder
+    known = {*lengths[: len(full)]}
+    if 0 in known or len(known) > 1:
         return None
     if not full:
         return 0, [
             torch.empty(batch, heads, 0, size, dtype=kind, device="cpu")
             for heads, size, kind in kinds
         ]
-    (length,) = lengths
+    (length,) = known
     windows = windows or (None,) * len(full)
     if not 2 * len(full) == len(kinds) == 2 * len(windows):
         return None
@@ -285,15 +288,9 @@ class CachedExample(Example):
         tensors, windows = _split(past if isinstance(past, list) else [])
         ranks = [len(a.shape) for a in tensors]
         known = all(w is None or (type(w) is int and w > 0) for w in windows)
-        known = known and len(windows) in (0, len(ranks) / 2)
         parts = 4 if isinstance(self.values.get(_STATES), Argument) else 2
-        if (
-            not ranks
-            or len(ranks) % parts
-            or {*ranks} != {4}
-            or not known
-            or self.structure is None
-        ):
+        known = known and len(windows) in (0, len(ranks) / 2) and len(ranks) % parts == 0
+        if not known or {*ranks} != {4} or self.structure is None:
             raise ValueError(
                 f"torchq.load: {self.cls.__name__} must take the keys and values of a cache, got "
                 "other arguments. Was the file written by torchq.save?"

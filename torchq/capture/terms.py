@@ -87,7 +87,7 @@ def parse(text: str) -> Term:
     """
     if len(text) > _CHARACTERS:
         raise ValueError(f"a condition has at most {_CHARACTERS} characters, got {len(text)}")
-    if not text.isascii():  # names of others take Python the square of their characters
+    if not text.isascii():  # Python normalizes other names, in quadratic time
         raise ValueError(f"a condition on sizes is ASCII, got {text[:60]!r}")
     try:
         term = _term(ast.parse(text.strip(), mode="eval").body, _DEPTH)

@@ -32,7 +32,7 @@ def is_option(name: object, values: object) -> bool:
 
 def is_name(name: object) -> TypeGuard[str]:
     """Return whether generated code may have an argument of this name."""
-    if not isinstance(name, str) or not is_short(name):  # to normalize takes the square
+    if not isinstance(name, str) or not is_short(name):  # normalizing takes quadratic time
         return False
     if not name.isidentifier() or keyword.iskeyword(name):
         return False

@@ -117,7 +117,7 @@ struct Epilogue {
   const int32_t* row_terms;
   const int32_t* channel_terms;
   int channels, group_channels;
-  // To f32: [rows] of so many `channels`, or null; then row_bias may be per channel.
+  // To f32: [rows], each of `channels` values; or null. With it, row_bias may be per channel.
   const float* row_scale;
   const float* row_bias;
 };
