@@ -7,5 +7,6 @@ aten, rewrites     from the program to a plain graph that scripts; einsum: as pr
 graph              that graph, and the facts about each of its nodes
 patterns           the one table, ATen call -> role; makers, matmuls: its float modules
 ops                what the table says of a call
+cached             calls with a cache of keys and values; caches: those of transformers
 module_kinds       the classes of layers that can be int8
 """

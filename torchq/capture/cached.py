@@ -17,7 +17,6 @@ all states, and a later one none, which leaves the cached ones as they are.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from torchq.capture.caches import caches_of, fill, new_cache, read_cache, see_window, tensors_of
 from torchq.capture.exported import Exported
 from torchq.capture.graph import aten_name
 from torchq.capture.guards import Example, Restore
@@ -42,7 +42,6 @@ _COUNT, _PAST = 4, 5
 """Tokens of the captured call, and of its cache: few, since the float model runs some 20 times."""
 _SEEN, _ALL = 3, 10
 """States of the encoder in the cache of the captured call, and all of them."""
-_LIBRARY = "transformers.cache_utils"
 _Given = dict[str, Any]
 """Arguments of a call by their names."""
 
@@ -134,14 +133,14 @@ class _Form:
 
         None where it is no plain one of this model, or lacks keys that the model reads.
         """
-        caches = [None] * (1 + self.crossed) if cache is None else _caches(cache)
+        caches = [None] * (1 + self.crossed) if cache is None else caches_of(cache)
         if len(caches) != 1 + self.crossed:
             return None
         size = len(self.kinds) // len(caches)
-        own = _held(caches[0], self.kinds[:size], self.windows, batch)
+        own = read_cache(caches[0], self.kinds[:size], self.windows, batch)
         if own is None or not self.crossed:
             return own
-        cross = _held(caches[1], self.kinds[size:], (), batch)
+        cross = read_cache(caches[1], self.kinds[size:], (), batch)
         if cross is None:
             return None
         if cache is not None:
@@ -156,41 +155,10 @@ class _Form:
         if cache is None and given.get("use_cache") is False:
             return output
         if cache is None:
-            cache = _new_cache(tensors, self.windows, self.crossed)
+            cache = new_cache(tensors, self.windows, self.crossed)
         else:
-            _fill(cache, tensors, given[_IDS].shape[1])
+            fill(cache, tensors, given[_IDS].shape[1])
         return type(output)(**output, **{self.cache: cache})
-
-
-def _held(
-    cache: Any,
-    kinds: tuple[tuple[int, int, torch.dtype], ...],
-    windows: tuple[int | None, ...],
-    batch: int,
-) -> tuple[int, list[Tensor]] | None:
-    """Return what :meth:`_Form._past` does, of one of the caches of a decoder."""
-    layers = [] if cache is None else _layers(cache)
-    if layers is None:
-        return None
-    lengths = [layer.get_seq_length() for layer in layers]
-    full = layers[: sum(map(bool, lengths))]  # a cache may have more layers than the decoder
-    known = {*lengths[: len(full)]}
-    if 0 in known or len(known) > 1:
-        return None
-    if not full:
-        return 0, [
-            torch.empty(batch, heads, 0, size, dtype=kind, device="cpu")
-            for heads, size, kind in kinds
-        ]
-    (length,) = known
-    windows = windows or (None,) * len(full)
-    if not 2 * len(full) == len(kinds) == 2 * len(windows):
-        return None
-    for layer, window in zip(full, windows, strict=True):
-        least = length if window is None else min(length, window - 1)
-        if not least <= layer.keys.shape[2] <= length:
-            return None
-    return length, [tensor for layer in full for tensor in (layer.keys, layer.values)]
 
 
 def _fits(tensor: object, rows: set[int], size: int) -> bool:
@@ -198,71 +166,6 @@ def _fits(tensor: object, rows: set[int], size: int) -> bool:
     if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.dim() != 2:
         return False
     return tensor.shape[0] in rows and tensor.shape[1] == size
-
-
-def _caches(cache: Any) -> list[Any]:
-    """Return a cache, or the two of a decoder: of its own tokens, and of the encoder's states."""
-    if type(cache) is vars(sys.modules.get(_LIBRARY, object)).get("EncoderDecoderCache"):
-        return [cache.self_attention_cache, cache.cross_attention_cache]
-    return [cache]
-
-
-def _layers(cache: Any) -> list[Any] | None:
-    """Return the layers of a cache.
-
-    None for other classes, and for layers that hold anything but keys and values of tokens.
-    """
-    known = vars(sys.modules.get(_LIBRARY, object))
-    if type(cache) is not known.get("DynamicCache") or getattr(cache, "offloading", False):
-        return None
-    kinds = (known.get("DynamicLayer"), known.get("DynamicSlidingWindowLayer"))
-    layers: list[Any] | None = getattr(cache, "layers", None)
-    return layers if layers is not None and all(type(a) in kinds for a in layers) else None
-
-
-def _tensors(cache: Any) -> list[Tensor]:
-    """Return keys and values in turn, layer by layer; [] of a class that ``_layers`` refuses."""
-    parts = [_layers(held) for held in _caches(cache)]
-    layers = [layer for part in parts for layer in part or () if layer.is_initialized]
-    return [] if None in parts else [t for layer in layers for t in (layer.keys, layer.values)]
-
-
-def _new_cache(
-    tensors: list[Tensor], windows: Sequence[int | None] = (), crossed: bool = False
-) -> Any:
-    """Return a cache with these keys and values, of which windows keep the last ones."""
-    known = vars(sys.modules[_LIBRARY])
-    if crossed:
-        cache = known["EncoderDecoderCache"](known["DynamicCache"](), known["DynamicCache"]())
-        _fill(cache, tensors, 0)
-        return cache
-    sizes = [() if w is None else (torch.tensor(w, device="cpu"),) for w in windows]
-    pairs = list(zip(tensors[::2], tensors[1::2], strict=True))
-    layers = [(*pair, *size) for pair, size in zip(pairs, sizes or [()] * len(pairs), strict=True)]
-    return known["DynamicCache"](layers)
-
-
-def _fill(cache: Any, tensors: list[Tensor], count: int) -> None:
-    """Put keys and values into a cache, with the last ``count`` tokens of which it has grown."""
-    caches, pairs = _caches(cache), [*zip(tensors[::2], tensors[1::2], strict=True)]
-    size = len(pairs) // len(caches)
-    for n, held in enumerate(caches):
-        for i, (keys, values) in enumerate(pairs[n * size : (n + 1) * size]):
-            if i >= len(held.layers) or not held.layers[i].is_initialized:
-                held.update(keys[:, :, :0], values[:, :, :0], i)
-            layer = held.layers[i]
-            layer.keys, layer.values = keys, values
-            if layer.is_sliding:
-                layer.cumulative_length += count
-                if not layer.record_past:  # a layer that does keeps all of them until it is cropped
-                    layer.keys, layer.values = _last(layer.sliding_window, keys, values)
-    if len(caches) > 1:
-        cache.is_updated.update(dict.fromkeys(range(size), True))
-
-
-def _last(window: int, *tensors: Tensor) -> list[Tensor]:
-    """Return what a layer with a window keeps of all keys and values."""
-    return [tensor[:, :, 1 - window :] for tensor in tensors]
 
 
 def _split(past: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
@@ -373,12 +276,12 @@ def _taken(
     first = {**options, **source, _IDS: tokens[:, :_COUNT]}
     asked = {"use_cache": given["use_cache"]} if "use_cache" in given else {}
     output = model(**first, **asked, **{_MASK: padded})
-    layers = _caches(output[cache])[0].layers
+    layers = caches_of(output[cache])[0].layers
     windows = tuple(getattr(layer, "sliding_window", None) for layer in layers)
     own, kept = _without(output, cache)
     kinds = tuple((t.shape[1], t.shape[3], t.dtype) for t in kept)
     form = replace(form, kinds=kinds, windows=windows if any(windows) else ())
-    empty = _new_cache([], crossed=form.crossed)
+    empty = new_cache([], crossed=form.crossed)
     before = model(**source, **{_IDS: tokens[:, :_PAST], "use_cache": True, cache: empty})[cache]
     example, same = form.tensors({**first, cache: before}), form.tensors({**first, _MASK: padded})
     taker = _taker(model, form)
@@ -387,7 +290,7 @@ def _taken(
     if 1 in windows or (form.crossed and form.windows):  # of one token, transformers keeps all
         return None
     found, every = twin(taker)(**same)
-    held = _tensors(_new_cache(every, form.windows, form.crossed))
+    held = tensors_of(new_cache(every, form.windows, form.crossed))
     if not are_close([*float_tensors(own), *kept], [*float_tensors(found), *held]):
         return None
     if form.crossed:
@@ -399,7 +302,7 @@ def _taken(
         example[cache] = [*seen[:size], *(t[:, :, :_SEEN] for t in seen[size:])]
         example[_STATES] = source[_STATES][:, _SEEN:]
     if form.windows:  # fewer keys than tokens before, as where a window is full
-        past = zip(_tensors(before), [w for w in form.windows for _ in "kv"], strict=True)
+        past = zip(tensors_of(before), [w for w in form.windows for _ in "kv"], strict=True)
         example[cache] = [*(t if w is None else t[:, :, 2:] for t, w in past), *form.windows]
     return taker, ((), example)
 
@@ -422,7 +325,7 @@ def _without(output: Any, cache: str) -> tuple[object, list[Tensor]]:
     Raises:
         TypeError: it gives no plain cache.
     """
-    tensors = _tensors(output[cache])
+    tensors = tensors_of(output[cache])
     if not tensors:
         raise TypeError("no plain cache")
     return type(output)(**{k: v for k, v in output.items() if k != cache}), tensors
@@ -446,33 +349,22 @@ def _taker(model: nn.Module, form: _Form) -> nn.Module:
             if type(count) is not int or count:  # models fail without; a symbolic size may be any
                 masks = _MASK, _POSITIONS, _STATES_MASK
                 left = {k: v for k, v in given.items() if k not in masks}
-                held = _new_cache([], crossed=True)
+                held = new_cache([], crossed=True)
                 cls.forward(self, **{**left, cache: held})
-                made = _tensors(held.cross_attention_cache)
+                made = tensors_of(held.cross_attention_cache)
                 cross = [torch.cat(pair, -2) for pair in zip(cross, made, strict=True)]
             tensors, size = [*own, *cross], (states.shape[0], cross[0].shape[2], states.shape[2])
             given[_STATES] = states.new_zeros(1).expand(size)
-        held = _new_cache(tensors, crossed=form.crossed)
-        for layer, window in zip(_caches(held)[0].layers, windows, strict=False):
+        held = new_cache(tensors, crossed=form.crossed)
+        for layer, window in zip(caches_of(held)[0].layers, windows, strict=False):
             if window is not None:
-                _see_window(layer, call[_MASK].shape[1] - call[_IDS].shape[1])
+                see_window(layer, call[_MASK].shape[1] - call[_IDS].shape[1])
         return _without(cls.forward(self, **{**given, cache: held}), cache)
 
     kind: type[nn.Module] = type(cls.__name__, (cls,), {"forward": forward})
     made = kind.__new__(kind)
     vars(made).update(vars(model))
     return made
-
-
-def _see_window(layer: Any, length: int) -> None:
-    """Let a layer tell that it holds the last keys of so many tokens, as one with a window does.
-
-    Such a layer of transformers would decide by its length, which is not known in a graph.
-    """
-    before = length - layer.keys.shape[2]
-    layer.is_sliding = True
-    layer.get_seq_length = lambda: before + layer.keys.shape[2]
-    layer.get_mask_sizes = lambda count: (layer.keys.shape[2] + count, before)
 
 
 def fix_kinds(exported: Exported) -> None:

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Caches of transformers: keys and values are read from them, and put into them.
+
+Nothing here imports transformers: a call that has a cache has imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LIBRARY = "transformers.cache_utils"
+
+
+def read_cache(
+    cache: Any,
+    kinds: tuple[tuple[int, int, torch.dtype], ...],
+    windows: tuple[int | None, ...],
+    batch: int,
+) -> tuple[int, list[Tensor]] | None:
+    """Return how many tokens a cache has seen, and its keys and values in turn, layer by layer.
+
+    None where it is no plain one with layers of these kinds (heads, elements, dtype) and windows,
+    or lacks keys that the model reads. An empty one has tensors of no tokens.
+    """
+    layers = [] if cache is None else _layers(cache)
+    if layers is None:
+        return None
+    lengths = [layer.get_seq_length() for layer in layers]
+    full = layers[: sum(map(bool, lengths))]  # a cache may have more layers than the decoder
+    known = {*lengths[: len(full)]}
+    if 0 in known or len(known) > 1:
+        return None
+    if not full:
+        return 0, [
+            torch.empty(batch, heads, 0, size, dtype=kind, device="cpu")
+            for heads, size, kind in kinds
+        ]
+    (length,) = known
+    windows = windows or (None,) * len(full)
+    if not 2 * len(full) == len(kinds) == 2 * len(windows):
+        return None
+    for layer, window in zip(full, windows, strict=True):
+        least = length if window is None else min(length, window - 1)
+        if not least <= layer.keys.shape[2] <= length:
+            return None
+    return length, [tensor for layer in full for tensor in (layer.keys, layer.values)]
+
+
+def caches_of(cache: Any) -> list[Any]:
+    """Return a cache, or the two of a decoder: of its own tokens, and of the encoder's states."""
+    if type(cache) is vars(sys.modules.get(_LIBRARY, object)).get("EncoderDecoderCache"):
+        return [cache.self_attention_cache, cache.cross_attention_cache]
+    return [cache]
+
+
+def _layers(cache: Any) -> list[Any] | None:
+    """Return the layers of a cache.
+
+    None for other classes, and for layers that hold anything but keys and values of tokens.
+    """
+    known = vars(sys.modules.get(_LIBRARY, object))
+    if type(cache) is not known.get("DynamicCache") or getattr(cache, "offloading", False):
+        return None
+    kinds = (known.get("DynamicLayer"), known.get("DynamicSlidingWindowLayer"))
+    layers: list[Any] | None = getattr(cache, "layers", None)
+    return layers if layers is not None and all(type(a) in kinds for a in layers) else None
+
+
+def tensors_of(cache: Any) -> list[Tensor]:
+    """Return keys and values in turn, layer by layer; [] of a class that ``_layers`` refuses."""
+    parts = [_layers(held) for held in caches_of(cache)]
+    layers = [layer for part in parts for layer in part or () if layer.is_initialized]
+    return [] if None in parts else [t for layer in layers for t in (layer.keys, layer.values)]
+
+
+def new_cache(
+    tensors: list[Tensor], windows: Sequence[int | None] = (), crossed: bool = False
+) -> Any:
+    """Return a cache with these keys and values, of which windows keep the last ones."""
+    known = vars(sys.modules[_LIBRARY])
+    if crossed:
+        cache = known["EncoderDecoderCache"](known["DynamicCache"](), known["DynamicCache"]())
+        fill(cache, tensors, 0)
+        return cache
+    sizes = [() if w is None else (torch.tensor(w, device="cpu"),) for w in windows]
+    pairs = list(zip(tensors[::2], tensors[1::2], strict=True))
+    layers = [(*pair, *size) for pair, size in zip(pairs, sizes or [()] * len(pairs), strict=True)]
+    return known["DynamicCache"](layers)
+
+
+def fill(cache: Any, tensors: list[Tensor], count: int) -> None:
+    """Put keys and values into a cache, with the last ``count`` tokens of which it has grown."""
+    caches, pairs = caches_of(cache), [*zip(tensors[::2], tensors[1::2], strict=True)]
+    size = len(pairs) // len(caches)
+    for n, held in enumerate(caches):
+        for i, (keys, values) in enumerate(pairs[n * size : (n + 1) * size]):
+            if i >= len(held.layers) or not held.layers[i].is_initialized:
+                held.update(keys[:, :, :0], values[:, :, :0], i)
+            layer = held.layers[i]
+            layer.keys, layer.values = keys, values
+            if layer.is_sliding:
+                layer.cumulative_length += count
+                if not layer.record_past:  # a layer that does keeps all of them until it is cropped
+                    layer.keys, layer.values = _last(layer.sliding_window, keys, values)
+    if len(caches) > 1:
+        cache.is_updated.update(dict.fromkeys(range(size), True))
+
+
+def _last(window: int, *tensors: Tensor) -> list[Tensor]:
+    """Return what a layer with a window keeps of all keys and values."""
+    return [tensor[:, :, 1 - window :] for tensor in tensors]
+
+
+def see_window(layer: Any, length: int) -> None:
+    """Let a layer tell that it holds the last keys of so many tokens, as one with a window does.
+
+    Such a layer of transformers would decide by its length, which is not known in a graph.
+    """
+    before = length - layer.keys.shape[2]
+    layer.is_sliding = True
+    layer.get_seq_length = lambda: before + layer.keys.shape[2]
+    layer.get_mask_sizes = lambda count: (layer.keys.shape[2] + count, before)
