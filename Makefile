@@ -149,11 +149,12 @@ release-check: $(VENV)/.wheel  ## All that can be checked before a release (RELE
 	mkdir -p build/sbom && $(BIN)/python tests/wheel/sbom.py build/sbom dist/*.whl
 	$(MAKE) --no-print-directory wheel-test $(if $(AARCH64),wheel-test-aarch64)
 
-lint: $(VENV)/.test $(VENV)/.lint  ## ruff, mypy and clang-format, with the versions pinned in pyproject.toml
+lint: $(VENV)/.test $(VENV)/.lint  ## ruff, mypy, clang-format and actionlint, pinned in pyproject.toml
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict torchq
 	$(BIN)/clang-format --dry-run --Werror $(FORMATTED)
+	$(BIN)/actionlint .github/workflows/*.yml
 
 format: $(VENV)/.lint  ## Rewrite the sources in the project's format
 	$(BIN)/ruff check --fix --exit-zero .

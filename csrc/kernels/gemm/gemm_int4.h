@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows times panels of 4-bit weights: codes become bytes in registers, and each group's integer sum
 // is added to a float one (contract: Int4Tile in contract.h).
+//
+// A tile takes panels that are far apart, one of each NP-th part of the weights, so that memory is
+// read as NP streams that continue from tile to tile. Streams of neighbouring panels end after each
+// of them. One row of 896 to 4864 channels out of memory, Zen 4: 110 us with four streams, 130 with
+// two, 135 with one, 197 with four neighbours.
 #pragma once
 
 #include "kernels/common.h"
@@ -9,15 +14,13 @@
 
 namespace {
 
-/// Rows of a tile of NP panels: its integer and float sums stay in registers.
-template <class Isa, int NP>
-constexpr int kInt4Rows = Isa::kMaxPanels == 1 || NP == 4 ? 2 : kTileRows;
-
+/// Rows from `first` on times `panel` and each `apart`-th panel after it, NP in all.
 template <class Isa, int MR, int NP, bool kZeros>
-TORCHQ_NOINLINE void int4_tile(const Int4Tile& t, int64_t first, int panel) {
+TORCHQ_NOINLINE void int4_tile(const Int4Tile& t, int64_t first, int panel, int apart) {
   using Int = typename Isa::Int;
   const int64_t lanes = kZeros ? t.groups : (t.groups + 1) / 2;
   const int64_t weight_stride = t.k / 8 * kPanel * kQuad, param_stride = lanes * kPanel;
+  const int64_t next_weight = apart * weight_stride, next_params = apart * param_stride;
   const int8_t* weight = t.weight + panel * weight_stride;
   const int32_t* params = t.params + panel * param_stride;
   const uint8_t* row = reinterpret_cast<const uint8_t*>(t.src + first * t.k);
@@ -38,7 +41,7 @@ TORCHQ_NOINLINE void int4_tile(const Int4Tile& t, int64_t first, int panel) {
     TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
       Int zero = Isa::set_int(8);
       if constexpr (kZeros) {
-        zero = Isa::bit_and(Isa::load_int(params + p * param_stride), Isa::set_int(0xffff));
+        zero = Isa::bit_and(Isa::load_int(params + p * next_params), Isa::set_int(0xffff));
       }
       TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
         const int32_t of_src = sums[r * t.groups + g];
@@ -49,8 +52,8 @@ TORCHQ_NOINLINE void int4_tile(const Int4Tile& t, int64_t first, int panel) {
     for (; k != end; k += 2 * kQuad, weight += kPanel * kQuad) {
       Int low[NP], high[NP];
       TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
-        if constexpr (kPrefetches) Isa::prefetch(weight + p * weight_stride + distance);
-        const Int both = Isa::load_weight(weight + p * weight_stride);
+        if constexpr (kPrefetches) Isa::prefetch(weight + p * next_weight + distance);
+        const Int both = Isa::load_weight(weight + p * next_weight);
         low[p] = Isa::bit_and(both, low_half);
         high[p] = Isa::bit_and(Isa::template shift_right<4>(both), low_half);
       }
@@ -62,7 +65,7 @@ TORCHQ_NOINLINE void int4_tile(const Int4Tile& t, int64_t first, int panel) {
       }
     }
     TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
-      const Int param = Isa::load_int(params + p * param_stride);
+      const Int param = Isa::load_int(params + p * next_params);
       const bool is_high = kZeros || g % 2 == 1;
       const auto scale = Isa::from_bits(is_high ? Isa::bit_and(param, high_bits)
                                                 : Isa::template shift_left<16>(param));
@@ -73,7 +76,7 @@ TORCHQ_NOINLINE void int4_tile(const Int4Tile& t, int64_t first, int panel) {
     if (kZeros || g % 2 == 1) params += kPanel;
   }
   TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
-    const int64_t n = int64_t{panel + p} * kPanel;
+    const int64_t n = int64_t{panel + p * apart} * kPanel;
     const auto mask = Isa::mask(min_int(t.channels - n, kPanel));
     TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
       auto y = Isa::mul(acc[r][p], Isa::set(t.src_scale[first + r]));
@@ -84,25 +87,34 @@ TORCHQ_NOINLINE void int4_tile(const Int4Tile& t, int64_t first, int panel) {
   }
 }
 
-/// Rows from `first` on, in tiles of NP panels of at most MR rows.
+/// Rows from `first` on, in tiles of at most MR rows.
 template <class Isa, int MR, int NP, bool kZeros>
-TORCHQ_INLINE void int4_rows(const Int4Tile& t, int64_t first, int panel) {
-  for (; t.rows - first >= MR; first += MR) int4_tile<Isa, MR, NP, kZeros>(t, first, panel);
-  if constexpr (MR > 1) int4_rows<Isa, MR - 1, NP, kZeros>(t, first, panel);
+TORCHQ_INLINE void int4_rows(const Int4Tile& t, int64_t first, int panel, int apart) {
+  for (; t.rows - first >= MR; first += MR) {
+    int4_tile<Isa, MR, NP, kZeros>(t, first, panel, apart);
+  }
+  if constexpr (MR > 1) int4_rows<Isa, MR - 1, NP, kZeros>(t, first, panel, apart);
 }
 
+/// All rows, in tiles of at most MR, times as many panels from `panel` on as NP streams share
+/// evenly. Returns the first panel behind them.
+template <class Isa, int MR, int NP, bool kZeros>
+TORCHQ_INLINE int int4_streams(const Int4Tile& t, int panel) {
+  const int each = (t.panels - panel) / NP;
+  for (int p = 0; p < each; ++p) int4_rows<Isa, MR, NP, kZeros>(t, 0, panel + p, each);
+  return panel + each * NP;
+}
+
+/// Tiles whose integer and float sums stay in registers, but one row: it is bound by memory, and
+/// without four streams would take up to 1.4 times as long on `avx2` of Zen 4, from L2 0.9 times.
 template <class Isa, bool kZeros>
 TORCHQ_INLINE void gemm_int4(const Int4Tile& t) {
+  constexpr bool kWide = Isa::kMaxPanels == 4;
   int panel = 0;
-  if constexpr (Isa::kMaxPanels == 4) {
-    if (t.rows <= kInt4Rows<Isa, 4>) {
-      for (; panel + 4 <= t.panels; panel += 4)
-        int4_rows<Isa, kInt4Rows<Isa, 4>, 4, kZeros>(t, 0, panel);
-    }
-    for (; panel + 2 <= t.panels; panel += 2)
-      int4_rows<Isa, kInt4Rows<Isa, 2>, 2, kZeros>(t, 0, panel);
-  }
-  for (; panel < t.panels; ++panel) int4_rows<Isa, kInt4Rows<Isa, 1>, 1, kZeros>(t, 0, panel);
+  if (t.rows == 1) panel = int4_streams<Isa, 1, 4, kZeros>(t, panel);
+  if (t.rows <= 2) panel = int4_streams<Isa, 2, kWide ? 4 : 2, kZeros>(t, panel);
+  if constexpr (kWide) panel = int4_streams<Isa, kTileRows, 2, kZeros>(t, panel);
+  int4_streams<Isa, kWide ? kTileRows : 2, 1, kZeros>(t, panel);
 }
 
 template <class Isa>
