@@ -4,14 +4,14 @@
 // Note [Streamed weights]
 // Zen 5 loads weights from L2 at full speed, 45 to 62 bytes a cycle, if the same instructions read
 // few streams that continue from panel to panel. So the panels of a layer are cut into three
-// ranges, and a tile takes one panel of each. A tile of neighbouring panels starts a new stream for
-// each panel: 32 to 44 bytes a cycle. A single stream is as good for one row only: a broadcast
-// takes as long as a load of 64 bytes, and there are two a cycle. Zen 5, with one, two, three and
-// four rows: 768 -> 768 alone in a loop 1.20x, 1.06x, 1.09x and 1.05x faster, as whole ops 1.07x,
-// 1.06x, 1.05x and 1.00x; 512 -> 512 alone 1.18x, 1.06x, 1.20x and 1.02x. The placement of 4 KB
-// pages in L2 makes as much difference. Zen 4, whole ops of one, two and four rows: from L2 1.03x,
-// 1.02x and 1.00x faster, with weights of 2 MB 1.09x, 1.06x and 1.00x, with 16 MB 1.18x, 1.20x and
-// 1.03x.
+// or four ranges, and a tile takes one panel of each. A tile of neighbouring panels starts a new
+// stream for each panel: 32 to 44 bytes a cycle. A single stream is as good for one row only: a
+// broadcast takes as long as a load of 64 bytes, and there are two a cycle. Zen 5, with one, two,
+// three and four rows: 768 -> 768 alone in a loop 1.20x, 1.06x, 1.09x and 1.05x faster, as whole
+// ops 1.07x, 1.06x, 1.05x and 1.00x; 512 -> 512 alone 1.18x, 1.06x, 1.20x and 1.02x. The placement
+// of 4 KB pages in L2 makes as much difference. Zen 4, whole ops of one, two and four rows: from
+// L2 1.03x, 1.02x and 1.00x faster, with weights of 2 MB 1.09x, 1.06x and 1.00x, with 16
+// MB 1.18x, 1.20x and 1.03x.
 #pragma once
 
 #include "kernels/cpu_tuning.h"
@@ -127,10 +127,10 @@ int gemm_streamed(const GemmTile& t, const Epilogue& e) {
 
 template <class Isa, int MR>
 int gemm_streamed(const GemmTile& t, const Epilogue& e) {
-  if (t.plan.few_rows == TilePlan::kStreamed) {
-    return gemm_streamed<Isa, MR, tuning::kStreams, 0>(t, e);
-  }
   constexpr int i = MR > 2;
+  if (t.plan.few_rows == TilePlan::kStreamed) {
+    return gemm_streamed<Isa, MR, tuning::kStreams[i], 0>(t, e);
+  }
   return gemm_streamed<Isa, MR, tuning::kFewStreams[i], tuning::kFewStreamsDistance[i]>(t, e);
 }
 
