@@ -70,9 +70,16 @@ class Torch(Contender):
     dtype: torch.dtype = torch.float32
 
     def needs(self) -> None:
-        import transformers  # noqa: F401
-
         torch.set_num_threads(self.threads)
+        self.empty()  # transformers imports the code of an architecture when it makes one
+
+    def empty(self) -> torch.nn.Module:
+        """Return the model without weights."""
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model: torch.nn.Module = AutoModelForCausalLM.from_config(self.shape.make_config())
+        return model.eval()
 
     def load(self) -> None:
         from transformers import AutoModelForCausalLM
@@ -116,18 +123,14 @@ class Torchq(Torch):
         import torchq
 
         super().load()
-        config = torchq.QConfig(dynamic=True, weight_bits=self.bits)
+        config = torchq.QConfig(dynamic=True, weight_bits=self.bits, embedding_bits=8)
         ids = torch.tensor([[*range(16)]])
         torchq.save(torchq.quantize(self.model, [ids], config=config), self.path)
 
     def load(self) -> None:
-        from transformers import AutoModelForCausalLM
-
         import torchq
 
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self.shape.make_config())
-        self.model = torchq.load(self.path, model.eval())
+        self.model = torchq.load(self.path, self.empty())
 
 
 @dataclass

@@ -30,8 +30,8 @@ to the fastest. *Prompt* is the time to the first token, with the speed beside P
 parentheses; *tokens/s* counts the later ones. *Memory* is what the process has grown by at most,
 from before loading.
 
-- *torchq* is `torchq.quantize` with `QConfig(dynamic=True)`, run by `generate` of transformers;
-  int4 has `weight_bits=4`.
+- *torchq* is `torchq.quantize` with `QConfig(dynamic=True, embedding_bits=8)`, run by `generate` of
+  transformers; int4 has `weight_bits=4`.
 - *CTranslate2* has converted the same folder with `quantization="int8"`.
 - *OpenVINO GenAI* reads what optimum-intel wrote: `--weight-format int8`, and int4 with groups of
   32.

@@ -80,7 +80,7 @@ def write_folder(shape: Shape, folder: Path) -> None:
     first = words(256)[0]  # for each role that a converter asks for
     PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "vocabulary.json"),
-        **{role: first for role in ("bos_token", "eos_token", "unk_token")},
+        **{f"{role}_token": first for role in ("bos", "eos", "unk", "pad")},
     ).save_pretrained(folder)
 
 

@@ -144,9 +144,14 @@ def test_every_kind_of_call_takes_the_graph(family: str) -> None:
     assert (dispatch.graph_calls, dispatch.own_calls) == (calls, 0)
 
 
-@pytest.mark.parametrize("family", ["llama", "windows", "some windows"])
+@pytest.mark.parametrize(
+    ("family", "room"),
+    [("llama", False), ("llama", True), ("windows", True), ("some windows", False)],
+)
 @pytest.mark.parametrize("way", GENERATED)
-def test_generate(way: str, family: str) -> None:
+def test_generate(way: str, family: str, room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if room:  # as in large caches
+        monkeypatch.setattr("torchq.nn.cached_cat._LEAST_BYTES", 0)
     converted, dispatch = quantized(model(family))
     rows = 1 if way == "prompt lookup" else 2
     ids = tokens(rows, 5)

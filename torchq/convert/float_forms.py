@@ -10,7 +10,8 @@ from torch.nn.modules.conv import _ConvNd
 from torchq.capture.graph import aten_name
 from torchq.capture.ops import Op, Role
 from torchq.capture.patterns import arguments_of
-from torchq.nn.attention import CachedAttention, CachedCat
+from torchq.nn.attention import CachedAttention
+from torchq.nn.cached_cat import CachedCat
 from torchq.nn.float_modules import Cat
 from torchq.nn.normalization import QGroupNorm, QRMSNorm
 from torchq.planning.plan import Plan

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized modules, and float modules that become some of them."""
 
-from torchq.nn.attention import CachedAttention, CachedCat, DynamicQAttention, QAttention
+from torchq.nn.attention import CachedAttention, DynamicQAttention, QAttention
 from torchq.nn.binary import QAdd, QCat, QMul
+from torchq.nn.cached_cat import CachedCat
 from torchq.nn.conv import QConv1d, QConv2d, QConv3d
 from torchq.nn.conv_transpose import QConvTranspose1d, QConvTranspose2d, QConvTranspose3d
 from torchq.nn.dynamic import DynamicQLinear

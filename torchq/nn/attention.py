@@ -179,32 +179,6 @@ class CachedAttention(QModule):
         )  # fmt: skip
 
 
-class CachedCat(QModule):
-    """``torch.cat((cached, more), dim)``, which is ``cached`` itself where ``more`` has nothing.
-
-    A decoder reads the keys and values of its encoder's states in each step, and adds none.
-
-    Shapes:
-        cached, more: of one dtype, and of one shape but for ``dim``.
-        dst: the same, and as long as both.
-    """
-
-    def __init__(self, dim: int) -> None:
-        """``dim`` as in torch.cat."""
-        super().__init__()
-        self._set_spec(dim=dim)
-        self.dim = dim
-
-    @classmethod
-    def from_spec(cls, spec: Spec) -> "CachedCat":
-        """See the base class."""
-        return cls(spec["dim"])
-
-    def forward(self, cached: Tensor, more: Tensor) -> Tensor:
-        """Concatenate."""
-        return cached if more.shape[self.dim] == 0 else torch.cat((cached, more), self.dim)
-
-
 def _repeated(src: Tensor, query: Tensor) -> Tensor:
     """Each head as often as query has heads for it."""
     # a division by zero ends the process of a script
