@@ -170,9 +170,10 @@ def test_tensors_that_nothing_needs_raise_no_limit(
 
 def test_one_module_of_many_names(tmp_path: Path) -> None:
     """Each name is asked for the parts of the module."""
-    model = nn.Sequential(*[nn.ReLU() for _ in range(100)]).eval()
+    model = nn.LSTM(1, 1).eval()
+    model.parts = nn.Sequential(*[nn.ReLU() for _ in range(100)])
     nodes = [["call_module", f"y{i}", f"m{i}", [{"node": "x"}], NONE, ""] for i in range(50)]
-    tensors = {"torchq_graph": graph(*nodes), "torchq_call": text(CALL)}
+    tensors = {"torchq_graph": graph(*nodes), "torchq_call": text(CALL), **model.state_dict()}
     with pytest.raises(ValueError, match=told("modules")):
         torchq.load(written(tmp_path / "file", tensors, {}), model)
 
