@@ -83,8 +83,8 @@ def test_models_of_torch_ao(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("off", [False, True])
-def test_observers_of_torch_ao_pass_values_on(off: bool) -> None:
-    """Observers, and fake quantizers that are switched off, are no part of the graph."""
+def test_observers_of_torch_ao_pass_values_on(off: bool, tmp_path: Path) -> None:
+    """Observers, and fake quantizers that are switched off, are no part of graphs and files."""
     tq, x = torch.ao.quantization, torch.randn(X)
     model = nn.Sequential(tq.QuantStub(), nn.Conv2d(8, 8, 3), nn.ReLU()).train()
     model.qconfig = tq.get_default_qat_qconfig("x86") if off else tq.get_default_qconfig("x86")
@@ -96,6 +96,8 @@ def test_observers_of_torch_ao_pass_values_on(off: bool) -> None:
     assert not any("torch.ao" in kind for kind in kinds)
     with torch.no_grad():
         assert torchq.sqnr(watched(x), converted(x)) > 35
+    torchq.save(converted, tmp_path / "model")
+    assert torch.equal(torchq.load(tmp_path / "model", watched)(x), converted(x))
 
 
 def torchao_qat(activation: bool, dtype: torch.dtype, granularity: Any, symmetric: bool) -> Any:

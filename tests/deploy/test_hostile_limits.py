@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from torchq.capture.chooser import leaders
 from torchq.capture.condition import Condition, by_size
 from torchq.capture.guards import Example
 from torchq.capture.likeness import Argument
+from torchq.nn.experts import QExperts
 from torchq.serialization.allowed import divisor, size
 from torchq.serialization.graph_text import encode
 from torchq.serialization.tensor_file import write_tensors
@@ -111,6 +113,51 @@ def test_levels_of_names_in_graphs(tmp_path: Path) -> None:
         torchq.load(written(tmp_path / "file", {"torchq_graph": graph(long)}, {}))
 
 
+DEEP = ".".join("a" * 60)
+QUANTIZE = torchq.nn.Quantize(torchq.QParams.per_tensor(1.0))
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        ["call_module", DEEP, [{"node": "x"}], NONE, None],
+        ["get_attr", f"{DEEP}.src_scale", [], NONE],
+        [
+            "call_module",
+            DEEP,
+            [{"node": "x"}, functools.reduce(lambda inner, _: [inner], range(90), 1)],
+            NONE,
+            None,
+        ],
+    ],
+    ids=["calls", "tensors", "lists"],
+)
+def test_levels_in_the_code_of_nodes(node: list[Any], tmp_path: Path) -> None:
+    """Each level of a name or a list is a part of the code, once for each node that has it."""
+    nodes = [[node[0], f"y{i}", *node[1:]] for i in range(1800)]
+    tensors = {f"{DEEP}.{name}": value for name, value in QUANTIZE.state_dict().items()}
+    with pytest.raises(ValueError, match=told("values in graphs")):
+        torchq.load(written(tmp_path / "file", {**tensors, "torchq_graph": graph(*nodes)}, {}))
+
+
+def test_modules_of_many_calls_are_looked_at_once(tmp_path: Path) -> None:
+    """Each call, and each reader of what it gives, asked for the module and its parts."""
+    table = torchq.nn.QLookup(torch.relu, *[torchq.QParams.per_tensor(1.0)] * 2)
+    tensors = dict[str, Tensor]()
+    tensors["e.spec"] = QExperts.from_spec({"experts": 40}).spec
+    places = {"q": QUANTIZE, "t": table, **{f"e.up.{i}": QUANTIZE for i in range(40)}}
+    for place, module in places.items():
+        tensors |= {f"{place}.{n}": value.clone() for n, value in module.state_dict().items()}
+    x, q = {"node": "x"}, [{"node": f"q{i}"} for i in range(40)]
+    nodes = [["call_module", f"q{i}", "q", [x], NONE, None] for i in range(40)]
+    nodes += [["call_module", f"t{i}", "t", [q], NONE, None] for i in range(40)]
+    nodes += [["call_module", f"e{i}", "e", [x], NONE, None] for i in range(40)]
+    path = written(tmp_path / "file", {**tensors, "torchq_graph": graph(*nodes)}, {})
+    with python_calls() as called:
+        torchq.load(path)
+    assert called.count("name_source") < 400 and called.count("get_submodule") < 400
+
+
 @pytest.mark.parametrize("key", ["torchq_graph", "torchq_call"])
 def test_one_text_of_many_names(key: str, tmp_path: Path) -> None:
     """It is parsed for each of them, whatever stands in it."""
@@ -170,9 +217,10 @@ def test_tensors_that_nothing_needs_raise_no_limit(
 
 def test_one_module_of_many_names(tmp_path: Path) -> None:
     """Each name is asked for the parts of the module."""
-    model = nn.Sequential(*[nn.ReLU() for _ in range(100)]).eval()
+    model = nn.LSTM(1, 1).eval()
+    model.parts = nn.Sequential(*[nn.ReLU() for _ in range(100)])
     nodes = [["call_module", f"y{i}", f"m{i}", [{"node": "x"}], NONE, ""] for i in range(50)]
-    tensors = {"torchq_graph": graph(*nodes), "torchq_call": text(CALL)}
+    tensors = {"torchq_graph": graph(*nodes), "torchq_call": text(CALL), **model.state_dict()}
     with pytest.raises(ValueError, match=told("modules")):
         torchq.load(written(tmp_path / "file", tensors, {}), model)
 

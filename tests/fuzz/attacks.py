@@ -185,13 +185,26 @@ def _call(pick: random.Random, name: str, names: list[str]) -> list[Any]:
     return ["call_function", name, target, args, {"dict": kwargs}]
 
 
+def _module_call(pick: random.Random, name: str, names: list[str], tensors: Tensors) -> list[Any]:
+    """Returns a node that calls a module of the file, or one of the float model."""
+    kinds = [
+        pick.choice(["Tensor", "List[Tensor]", "int", "str"]) for _ in range(pick.randrange(3))
+    ]
+    args = [_argument(pick, kind, names) for kind in ["Tensor", *kinds]]
+    modules = sorted({key.removeprefix("torchq_graph.").rpartition(".")[0] for key in tensors})
+    source = pick.choice([None, *modules])
+    return ["call_module", name, pick.choice([*modules, name]), args, {"dict": {}}, source]
+
+
 def _insert(pick: random.Random, fields: Any, tensors: Tensors) -> None:
     """Adds a call or a tensor, and lets a later node have its result."""
     nodes = fields["nodes"]
     at = pick.randrange(1, len(nodes))
     names = [node[1] for node in nodes[:at] if node[0] != "output"]
     new = f"n{pick.randrange(10**6)}"
-    if pick.random() < 0.25:
+    if pick.random() < 0.15:
+        nodes.insert(at, _module_call(pick, new, names, tensors))
+    elif pick.random() < 0.25:
         target = pick.choice([*tensors, *PATHS])
         nodes.insert(at, ["get_attr", new, target.removeprefix("torchq_graph."), [], {"dict": {}}])
     else:

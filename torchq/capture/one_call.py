@@ -49,10 +49,19 @@ def _fake(
     return [output, state, src.new_empty([layers * directions, *batch, hidden])]
 
 
+def _is_recurrent(module: nn.Module) -> bool:
+    return isinstance(module, RECURRENT) and not is_foreign(module)
+
+
+def is_one_call(module: nn.Module) -> bool:
+    """Return whether a graph may call a float module: a recurrent one, or a fake quantizer."""
+    return _is_recurrent(module) or is_fake(module)
+
+
 def as_one_call(model: nn.Module) -> nn.Module:
     """Make modules of a copy of a model call ops of ``torchq_capture``."""
     for name, module in model.named_modules():
-        if isinstance(module, RECURRENT) and not is_foreign(module):
+        if _is_recurrent(module):
             vars(module)["_torchq_name"] = name
             vars(module)["forward"] = types.MethodType(_forward, module)
         elif (call := _as_same_size_call(module)) is not None:
@@ -83,7 +92,8 @@ def _forward(
     return found[0], tuple(found[1:]) if kind == "LSTM" else found[1]
 
 
-_FLAGS = ("observer_enabled", "static_enabled")
+FLAGS = ("observer_enabled", "static_enabled")
+"""Tensors of torch.ao's fake quantizers that let them observe."""
 
 _NAMES = ("fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine")
 _FUNCTIONS = [(getattr(torch, name), getattr(torch.ops.aten, name)) for name in _NAMES]
@@ -205,7 +215,7 @@ def without_observers(model: nn.Module) -> nn.Module:
         parent = model.get_submodule(name.rpartition(".")[0])
         if name and is_watcher(module) and not is_fake(parent):
             model.set_submodule(name, nn.Identity())
-        for flag in _FLAGS:
+        for flag in FLAGS:
             enabled = getattr(module, flag, None)
             if isinstance(enabled, Tensor):
                 enabled.zero_()

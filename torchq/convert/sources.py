@@ -25,14 +25,16 @@ def name_sources(model: Model) -> Model:
     told, checks = Told(vars(model).get(CLIPS, SHARE)), bool(vars(model).get(CHECKS, False))
     named: set[nn.Module] = set()
     for name, module in model.named_modules():
-        if isinstance(module, QModule) and module not in named:
-            named.update(_name(module, source_name(name), checks, told))
+        if isinstance(module, QModule):
+            _name(module, source_name(name), checks, told, named)
     graphs: list[tuple[nn.Module, Dispatch | None]] = [(d.graph, d) for d in dispatches(model)]
     if isinstance(model, QuantizedGraph):
         graphs.append((model, None))
     for graph, dispatch in graphs:
-        for name, module, warns in _graph_sources(graph, dispatch):
-            _name(module, name, checks, told if warns else None)
+        last = {module: (name, warns) for module, name, warns in _graph_sources(graph, dispatch)}
+        named = set()
+        for module, (name, warns) in reversed(last.items()):
+            _name(module, name, checks, told if warns else None, named)
     return model
 
 
@@ -51,30 +53,31 @@ def input_names(graph: fx.Graph, dispatch: Dispatch | None) -> dict[str, str]:
 
 def _graph_sources(
     graph: nn.Module, dispatch: Dispatch | None
-) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield the modules of a graph, how to call what they read as float, and whether to warn."""
+) -> Iterator[tuple[nn.Module, str, bool]]:
+    """Yield the modules of a graph, how to call what they read as float, and whether to warn.
+
+    A module comes once for each of its calls.
+    """
     assert isinstance(graph, fx.GraphModule)
     inputs = input_names(graph.graph, dispatch)
     prefix = f"{dispatch.name}." if dispatch is not None and dispatch.name else ""
-    for node in graph.graph.find_nodes(op="call_module"):
-        module = graph.get_submodule(str(node.target))
+    calls = graph.graph.find_nodes(op="call_module")
+    modules = {name: graph.get_submodule(name) for name in {str(node.target) for node in calls}}
+    # functions by table: where these are flat, ranges need not reach
+    tables = {node for node in calls if isinstance(modules[str(node.target)], QLookup)}
+    for node in calls:
+        module = modules[str(node.target)]
         given = [inputs[src.name] for src in node.all_input_nodes if src.name in inputs]
         readers = list(node.users) if isinstance(module, Quantize) and node.users else [node]
         place = readers[0].target if readers[0].op == "call_module" else readers[0].name
         name = given[0] if given else source_name(f"{prefix}{place}")
-        yield name, module, not all(_is_table(graph, reader) for reader in readers)
+        yield module, name, not tables.issuperset(readers)
 
 
-def _is_table(graph: fx.GraphModule, node: fx.Node) -> bool:
-    """Return whether it is a function by table: where that is flat, ranges need not reach."""
-    if node.op != "call_module":
-        return False
-    return isinstance(graph.get_submodule(str(node.target)), QLookup)
-
-
-def _name(module: nn.Module, name: str, checks: bool, told: Told | None) -> list[nn.Module]:
-    """Name what a module and its parts read; return them."""
-    parts = [part for part in module.modules() if isinstance(part, QModule)]
-    for part in parts:
-        part.name_source(name, checks, told)
-    return list(module.modules())
+def _name(
+    module: nn.Module, name: str, checks: bool, told: Told | None, named: set[nn.Module]
+) -> None:
+    """Name what a module and its parts read, but for parts that are named; add these."""
+    for _, part in module.named_modules(named):
+        if isinstance(part, QModule):
+            part.name_source(name, checks, told)

@@ -44,6 +44,8 @@ def is_fake(module: nn.Module) -> bool:
     enabled = getattr(module, "fake_quant_enabled", None)
     if enabled is None or not hasattr(module, "scale"):
         return False
+    if isinstance(enabled, Tensor) and enabled.is_meta:  # of a model whose values are to be loaded
+        return True
     return bool(torch.as_tensor(enabled, device="cpu").any())
 
 

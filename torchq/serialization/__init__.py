@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from torchq.attributes.arguments import check_type
 from torchq.attributes.json_text import JsonObject, read_json
+from torchq.capture.one_call import FLAGS, is_one_call, without_observers
 from torchq.convert.dispatch import dispatches, full_state, memory
 from torchq.convert.sources import name_sources
 from torchq.convert.swap.pretrained import refuse_save_pretrained
@@ -166,6 +167,10 @@ def _loaded(
         if not is_short(alias):
             raise ValueError(f"names of its tensors are too long, got {alias[:60]!r}")
         state[alias] = state[name]
+    # torch writes what a fused fake quantizer observes by the sizes of its source
+    flags = {id(t): t for name, t in state.items() if name.rpartition(".")[2] in FLAGS}
+    for flag in flags.values():
+        flag.zero_()
     if GRAPH_KEY in state and (model is None or CALL_KEY not in state):
         loaded, state = _graph_alone(state)
     else:
@@ -240,6 +245,11 @@ def _graph(text: Tensor, state: dict[str, Tensor], model: nn.Module | None = Non
                 "given. Pass a float model of the architecture the file was saved from."
             )
         part = model.get_submodule(source)
+        if not is_one_call(part):  # others may read beyond tensors of a file, or run code on words
+            raise ValueError(
+                "torchq.load: float modules that the file's graph calls must be recurrent ones or "
+                f"fake quantizers, got a {type(part).__name__}. Was it written by torchq.save?"
+            )
         count_modules(OF_A_NAME * sum(1 for _ in part.modules()))  # which each name is asked for
         return copy.deepcopy(part, copies)  # each part once
 
@@ -269,9 +279,8 @@ def _with_class(
     for name, leaf in leaves.items():
         if isinstance(leaf, QExperts) and name in modules:
             leaf.adopt(modules[name])
-    loaded = with_code(
-        working_copy(model, memo, "load")
-    )  # its float layers became what prepare made of them
+    # its float layers became what prepare made of them
+    loaded = without_observers(with_code(working_copy(model, memo, "load")))
     kept = {key.partition(".parametrizations.")[0] for key in state if ".parametrizations." in key}
     loaded = settled(loaded, kept)
     leave_fast_paths(loaded)

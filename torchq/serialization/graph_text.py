@@ -191,6 +191,7 @@ class _Reader:
         """Take the module or tensor that a node has."""
         if op not in ("get_attr", "call_module"):
             return
+        count("values in graphs", target.count("."))  # each is a part of the code
         is_module = op == "call_module" or bool(more)
         if target in self.owned:
             if isinstance(self.owned[target], nn.Module) != is_module:
@@ -276,9 +277,9 @@ def _encode(value: object, node: fx.Node) -> object:
 
 
 def _count(value: object) -> int:
-    """Return how many plain values there are within; at least one."""
+    """Return how many plain values, and lists and the like of them, there are within."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return max(1, sum(map(_count, parts)))
+    return 1 + sum(map(_count, parts))
 
 
 def _decode(value: object, nodes: dict[str, fx.Node]) -> Any:
