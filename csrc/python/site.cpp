@@ -5,7 +5,7 @@
 // lie in the module. On its way there nn.Module touches dozens of objects, which have left the
 // caches while a network's weights went through them: 6 us a layer in MobileNet-V2. A site keeps
 // the arguments and only looks whether the module still holds the same. Anything out of the
-// ordinary goes to the module: hooks, another forward, float sources, tracing, subclasses of
+// ordinary goes to the module: hooks, another forward, sources of other dtypes, tracing, subclasses of
 // Tensor, options that `_direct` excludes. What `_direct` says: torchq/nn/direct_call.py. Not a
 // part of libtorchq.so, which programs without Python load too.
 #include <torch/csrc/Dtype.h>
@@ -37,7 +37,7 @@ struct Argument {
     }
   }
 
-  enum Kind { kState, kNone, kSource, kSources, kOthers } kind;
+  enum Kind { kState, kNone, kSource, kSources, kOthers, kGiven } kind;
   std::vector<py::object> path;  // of attributes: to the state, or to what tells a source's dtype
 };
 
@@ -217,9 +217,26 @@ class State {
         case Argument::kOthers:
           if (!push_others(args + next, args + count, stack[i])) return false;
           next = count;
+          break;
+        case Argument::kGiven:
+          if (!push_given(i, next < count ? args[next] : nullptr, stack[i])) return false;
+          next = std::min(next + 1, count);
       }
     }
     return next == count;
+  }
+
+  bool push_given(size_t index, PyObject* value, c10::IValue& to) const {
+    const Op& op = recipe_->op;
+    if (value == nullptr) {
+      if (!op.parameters[index].default_value) return false;
+      to = *op.parameters[index].default_value;
+      return true;
+    }
+    Stack one;
+    if (!op.push(index, value, one)) return false;
+    to = std::move(one[0]);
+    return true;
   }
 
   static bool push_list(PyObject* list, PyObject* dtypes, c10::IValue& to) {

@@ -30,6 +30,7 @@ from torchq.quantization.qparams import choose_qparams
 U8 = QParams.per_tensor(0.021, 117)
 S8 = QParams.per_tensor(0.034, -9, torch.int8)
 SEVEN = choose_qparams(torch.tensor(-2.0), torch.tensor(3.0), torch.uint8, 7)
+RELU, ADD = PostOps().append_eltwise("relu"), PostOps().append_binary("add", None, 3)
 SUM = PostOps().append_sum(0.5).append_eltwise("relu")
 
 
@@ -57,6 +58,10 @@ RESIDUAL = random_q((2, 8, 5, 5), torch.uint8, 3)
 ROW = random_q((3, 7), torch.uint8, 4)
 TRANSPOSED = tnn.QConvTranspose2d.from_float(nn.ConvTranspose2d(6, 4, 2, 2), U8, S8)
 
+REAL, REST = torch.randn(3, 64), torch.randn(3, 8)
+DYNAMIC = tnn.DynamicQLinear.from_float(nn.Linear(64, 8))
+INT4 = tnn.DynamicQLinearInt4.from_float(nn.Linear(64, 8, bias=False))
+
 SHORT: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
     "conv": (conv(), (IMAGE,)),
     "conv of three": (tnn.QConv3d.from_float(nn.Conv3d(2, 3, 2), U8, S8), (IMAGE[None],)),
@@ -76,6 +81,13 @@ SHORT: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
     "max_pool": (tnn.QMaxPool2d(U8, 2), (IMAGE,)),
     "avg_pool": (tnn.QAvgPool2d(U8, 2, dst=S8), (IMAGE,)),
     "avg_pool with its source's scale": (tnn.QAvgPool2d(U8, 3, padding=1), (IMAGE,)),
+    "dynamic": (DYNAMIC, (REAL,)),
+    "dynamic bfloat16": (DYNAMIC, (REAL.bfloat16(),)),
+    "dynamic with relu": (DYNAMIC, (REAL, str(RELU))),
+    "dynamic with a sum": (DYNAMIC, (REAL, str(ADD), [REST])),
+    "dynamic without operands": (DYNAMIC, (REAL, "", None)),
+    "4 bits": (INT4, (REAL,)),
+    "4 bits with a sum": (INT4, (REAL, str(ADD), [REST])),
 }
 LONG: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
     "float": (conv(), (torch.randn(1, 6, 4, 4),)),
@@ -88,6 +100,13 @@ LONG: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
     "subclass": (conv(), (IMAGE.as_subclass(Sub),)),
     "residual of a subclass": (conv(post_ops=SUM), (IMAGE, RESIDUAL.as_subclass(Sub))),
     "subclass in a list": (tnn.QCat([U8, U8], S8), ([IMAGE, IMAGE.as_subclass(Sub)],)),
+    "dynamic operand of a subclass": (DYNAMIC, (REAL, str(ADD), [REST.as_subclass(Sub)])),
+    "factors": (
+        tnn.DynamicQLinear(
+            DYNAMIC.packed(), DYNAMIC.weight_scale, None, src_factor=torch.full((64,), 2.0)
+        ),
+        (REAL,),
+    ),
     "another module": (nn.ReLU(), (IMAGE,)),
     "not a module": (len, ([],)),
 }

@@ -15,6 +15,7 @@ class Kind(enum.IntEnum):
     SOURCE = 2  # an argument of the call, of a dtype that the module holds
     SOURCES = 3  # a list of them
     OTHERS = 4  # a list of all other arguments of the call
+    GIVEN = 5  # an argument of the call as it is; without one, the op's default
 
 
 class Argument(NamedTuple):
@@ -24,7 +25,7 @@ class Argument(NamedTuple):
     path: tuple[str, ...] = ()
 
 
-NONE, OTHERS = Argument(Kind.NONE), Argument(Kind.OTHERS)
+NONE, OTHERS, GIVEN = Argument(Kind.NONE), Argument(Kind.OTHERS), Argument(Kind.GIVEN)
 
 
 def state(*names: str) -> tuple[Argument, ...]:

@@ -9,6 +9,7 @@ from torchq.functional.conversions import quantize_weight
 from torchq.functional.linears import RANGES, check_dynamic_weight
 from torchq.functional.packing import PackedWeight, empty_packed, pack_linear
 from torchq.functional.placeholders import placeholder
+from torchq.nn.direct_call import GIVEN, DirectCall, state
 from torchq.nn.module import Spec
 from torchq.nn.row_quantized import RowQuantizedLinear
 from torchq.nn.weight import QuantizedWeight, packed_weight
@@ -42,6 +43,13 @@ class DynamicQLinear(RowQuantizedLinear):
     compensation: Tensor
     pair_bound: Tensor
     weight_scale: Tensor
+
+    _WEIGHT = state("weight", "compensation", "pair_bound", "weight_scale", "bias")
+    _direct = DirectCall(
+        "dynamic_linear",
+        (GIVEN, *_WEIGHT, *state("in_features", "per_row"), GIVEN, GIVEN),
+        unless=("src_factor",),
+    )
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from torchq.functional.int4 import (
     quantize_weight_int4,
 )
 from torchq.functional.placeholders import placeholder
+from torchq.nn.direct_call import GIVEN, DirectCall, state
 from torchq.nn.module import Spec
 from torchq.nn.row_quantized import RowQuantizedLinear
 from torchq.quantization.int4 import int4_codes
@@ -43,6 +44,13 @@ class DynamicQLinearInt4(RowQuantizedLinear):
 
     weight: Tensor
     params: Tensor
+
+    _WEIGHT = state("weight", "params", "bias", "in_features", "out_features")
+    _direct = DirectCall(
+        "dynamic_linear_int4",
+        (GIVEN, *_WEIGHT, *state("group_size", "symmetric"), GIVEN, GIVEN),
+        unless=("src_factor",),
+    )
 
     def __init__(
         self,
