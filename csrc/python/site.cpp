@@ -5,8 +5,8 @@
 // lie in the module. On its way there nn.Module touches dozens of objects, which have left the
 // caches while a network's weights went through them: 6 us a layer in MobileNet-V2. A site keeps
 // the arguments and only looks whether the module still holds the same. Anything out of the
-// ordinary goes to the module: hooks, another forward, sources of other dtypes, tracing, subclasses of
-// Tensor, options that `_direct` excludes. What `_direct` says: torchq/nn/direct_call.py. Not a
+// ordinary goes to the module: hooks, another forward, sources of other dtypes, tracing, subclasses
+// of Tensor, options that `_direct` excludes. What `_direct` says: torchq/nn/direct_call.py. Not a
 // part of libtorchq.so, which programs without Python load too.
 #include <torch/csrc/Dtype.h>
 
