@@ -312,21 +312,22 @@ def inner_product(rng: random.Random, data: torch.Generator, index: int) -> Case
     if large:
         src, weight = src | 64, exact_weight((weight | 96).clamp(min=96))
         src = src.clamp(min=64)
+    sizes = (inputs // 4, 2, 2) if inputs % 4 == 0 else (inputs,)  # channels and spatial dims
+    images, kernels = src.reshape(rows, *sizes), weight.reshape(outputs, *sizes)
     text = (
-        f"src {q.src_dtype} {tuple(src.shape)} weight {tuple(weight.shape)} "
+        f"sizes {sizes} src {q.src_dtype} {tuple(src.shape)} weight {tuple(weight.shape)} "
         f"dst {q.dst_dtype} '{q.chain.text}'"
     )
 
     def ours() -> Tensor:
-        return TF.linear(
-            src, weight, q.bias, attr=q.attr(1), dst_dtype=q.dst_dtype, post_op_srcs=q.chain.olds
-        )
+        given = {"attr": q.attr(1), "dst_dtype": q.dst_dtype, "post_op_srcs": q.chain.olds}
+        return TF.inner_product(images, kernels, q.bias, **given)
 
     return Case(
         text=text,
         torchq=ours,
         reference=lambda side=0: reference.linear(src, weight, q.bias, 0, side=side, **q.oracle()),
-        onednn=lambda peer: peer.inner_product(src, weight, q.bias, **q.onednn()),
+        onednn=lambda peer: peer.inner_product(images, kernels, q.bias, **q.onednn()),
         exact=lambda: q.exact(src.double() @ weight.double().T, 1),
         approximate=q.chain.approximate,
         sided=True,
