@@ -114,7 +114,8 @@ The rules (all of them in `test_conformance.py::test_conforms`, element by eleme
     case (`test_a_deconvolution_of_onednn_is_wrong`).
   - Average pools of 3.2 compare the first 16 channels only
     (`test_a_comparison_behind_an_average_of_onednn_is_wrong`). On a CPU without AVX-512, those of
-    both versions turn uint8 results of 2^15 and more into 0.
+    both versions turn uint8 results of 2^15 and more into 0. int32 results of 2^31 and more become
+    the lowest int32 in both versions (`test_an_average_of_onednn_beyond_16_bits_wraps`).
   - uint8 binaries compare with other values on a CPU without AVX-512, in both versions.
   - Operands of post-ops miss channels of 3.2's depthwise convolutions on such a CPU.
   - 3.13's matmul (`ref_int8`) gives a PReLU post-op the operand of an earlier one if an eltwise is

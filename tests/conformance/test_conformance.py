@@ -159,7 +159,10 @@ def test_a_comparison_behind_a_softmax_of_onednn_is_wrong() -> None:
 
 
 def test_an_average_of_onednn_beyond_16_bits_wraps() -> None:
-    """oneDNN 3.2's kernels for AVX2: results of 2^15 and more become 0 as u8."""
+    """oneDNN 3.2's kernels for AVX2: results of 2^15 and more become 0 as u8.
+
+    Those of all its kernels of 2^31 and more become the lowest s32.
+    """
     src = torch.full((1, 16, 4, 4), 128, dtype=torch.uint8)
     attr = Attr().set_post_ops(PostOps.parse("eltwise_square+eltwise_linear:2"))
     assert (TF.avg_pool(src, 2, 2, 0, attr=attr) == 255).all()
@@ -168,6 +171,12 @@ def test_an_average_of_onednn_beyond_16_bits_wraps() -> None:
             post_ops = f"eltwise_square+eltwise_linear:{factor}:0"
             theirs = peer.pooling(src, "avg_include_padding", 2, stride=2, post_ops=post_ops)
             assert (theirs == expected).all() and peer.implementation == "jit_int:avx2"
+    wide = torch.full((1, 16, 4, 4), 2**16, dtype=torch.int32)
+    attr = Attr().set_post_ops(PostOps.parse("eltwise_square"))
+    assert (TF.avg_pool(wide, 2, attr=attr) == 2**31 - 1).all()
+    with start_onednn() as peer:
+        theirs = peer.pooling(wide, "avg_include_padding", 2, stride=2, post_ops="eltwise_square")
+        assert (theirs == -(2**31)).all() and peer.implementation.startswith("jit_int")
 
 
 @pytest.mark.parametrize("step", ["binary_add:2", "prelu:2"])

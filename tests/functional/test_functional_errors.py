@@ -202,14 +202,21 @@ def test_source_dtype(dtype: torch.dtype) -> None:
     parts = (f"src must be torch.uint8 or torch.int8, got {dtype}. Quantize it first",)
     refuse(TypeError, lin(src=src), "torchq.linear: ", *parts)
     refuse(TypeError, conv(src=image), "torchq.conv2d: ", *parts)
-    refuse(TypeError, lambda: TF.max_pool(image, 2), "torchq.max_pool: ", *parts)
-    refuse(TypeError, lambda: TF.avg_pool(image, 2), "torchq.avg_pool: ", *parts)
-    refuse(TypeError, lambda: TF.adaptive_avg_pool(image, 1), "torchq.adaptive_avg_pool", *parts)
     refuse(TypeError, lambda: TF.pad(image, (1, 1)), "torchq.pad: ", *parts)
     for name in ("add", "mul"):
         call = getattr(TF, name)
         refuse(TypeError, lambda c=call: c(SRC, src, LOW0), f"torchq.{name}: src1 must be")
     refuse(TypeError, lambda: TF.concat([SRC, src]), "torchq.concat: src1 must be")
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.int64, torch.bool), ids=str)
+def test_source_dtype_of_pools_and_reductions(dtype: torch.dtype) -> None:
+    image, name = IMAGE.to(dtype), str(dtype).removeprefix("torch.")
+    parts = (f"src must be uint8, int8, int32 or float32, got {name}. Convert it first",)
+    refuse(TypeError, lambda: TF.max_pool(image, 2), "torchq.max_pool: ", *parts)
+    refuse(TypeError, lambda: TF.avg_pool(image, 2), "torchq.avg_pool: ", *parts)
+    refuse(TypeError, lambda: TF.adaptive_avg_pool(image, 1), "torchq.adaptive_avg_pool", *parts)
+    refuse(TypeError, lambda: TF.reduction(image, "sum", 1), "torchq.reduction: ", *parts)
 
 
 LOW0 = Attr().set_scales("src0", 0, 0.5)

@@ -72,7 +72,7 @@ TEXTS += ["eltwise_tanh", "\\x00", "sum" * 50, "sum+" * 40, "eltwise_linear:1e39
 OTHERS = ["None", "1.5", "'text'", "[]", "{}", "object()", "float('nan')", "True", "1j", "(1, 2)"]
 
 U8_4D, F1 = "tensor((2, 4, 5, 5), torch.uint8, 'random')", "tensor((1,))"
-F_4D = "tensor((2, 4, 5, 5))"
+F_4D, S32_4D = "tensor((2, 4, 5, 5))", "tensor((2, 4, 5, 5), torch.int32, 7)"
 I1 = "tensor((1,), torch.int32, 0)"
 S3, Z3 = "tensor((3,))", "tensor((3,), torch.int32, 0)"
 S4, Z4 = "tensor((4,))", "tensor((4,), torch.int32, 0)"
@@ -176,6 +176,9 @@ VALID: list[tuple[str, list[str]]] = [
     ("max_pool", [U8_4D, WINDOW, "True"]),
     ("avg_pool", [U8_4D, I1, WINDOW, "False", "True", "None"]),
     ("adaptive_avg_pool", [U8_4D, "[2, 3]"]),
+    ("max_pool", [S32_4D, WINDOW, "True"]),
+    ("avg_pool", [S32_4D, I1, WINDOW, "True", "True", "3", S2, Z2, "6", "'eltwise_tanh'", "None"]),
+    ("adaptive_avg_pool", [F_4D, "[2, 3]"]),
     ("eltwise", [U8_4D, S2, Z2, "0", "'eltwise_tanh'"]),
     ("eltwise", ["tensor((2, 4, 5, 5))", S2, Z2, "1", "'eltwise_pow:2:3'"]),
     ("binary", [U8_4D, U8_4D, "None", "'div'", S3, Z3, "0", "'eltwise_relu'"]),
@@ -195,6 +198,8 @@ VALID: list[tuple[str, list[str]]] = [
     ("group_norm", [U8_4D, "2", "tensor((4,))", "None", "1e-5", S2, Z2, "0", "''"]),
     ("batch_norm", [U8_4D, F4, F4, F4, F4, "1e-5", S2, Z2, "0", "'eltwise_relu'"]),
     ("reduction", [U8_4D, "'sum'", "[1, 3]", "True", S2, Z2, "3", "''"]),
+    ("reduction", [S32_4D, "'max'", "[1, 2]", "True", S2, Z2, "3", "''"]),
+    ("reduction", [F_4D, "'mean'", "[1, 3]", "False", S2, Z2, "0", "'eltwise_relu'"]),
     ("resampling", [U8_4D, "'linear'", "[3, 7]", S2, Z2, "6", "''"]),
     ("matmul", [U8_4D, "tensor((2, 1, 5, 3), torch.int8, 'random')", *folded(3), "None", *TAIL]),
     (

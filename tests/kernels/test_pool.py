@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -11,18 +12,21 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
-from calls import S8, S32, U8, assert_same
+from calls import F32, S8, S32, U8, assert_same
 from cases import random_q
 from geometries import spread
 from memory import before_guard_page, flushing_denormals, rounding_upward
 from reference_arithmetic import fma32
 from torch import Tensor
 
+import torchq.functional as TF
+
 ops = torch.ops.torchq
 MAX = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
 AVG = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
 ADAPTIVE = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
-ZERO = {U8: 117, S8: -13}
+ZERO = {U8: 117, S8: -13, S32: -70_001, F32: 0}
+WIDE = (S32, F32)
 
 
 def flat(window: Sequence[Sequence[int]]) -> list[int]:
@@ -96,7 +100,7 @@ GEOMETRIES = [  # name, spatial size, kernel, stride, padding
 IDS = [g[0] for g in GEOMETRIES]
 
 
-@pytest.mark.parametrize("dtype", [U8, S8])
+@pytest.mark.parametrize("dtype", [U8, S8, *WIDE])
 @pytest.mark.parametrize(("name", "size", "kernel", "stride", "padding"), GEOMETRIES, ids=IDS)
 def test_as_torch_in_float64(isa: str, dtype: torch.dtype, name, size, kernel, stride, padding):
     src = random_q((2, 19, *size), dtype, 1)
@@ -114,7 +118,7 @@ def test_as_torch_in_float64(isa: str, dtype: torch.dtype, name, size, kernel, s
                 ceil_mode=ceil_mode,
                 count_include_pad=count_include_pad,
             )
-            expected = torch.round(shifted + ZERO[dtype])
+            expected = shifted.float() if dtype == F32 else torch.round(shifted + ZERO[dtype])
             assert torch.equal(got.double(), expected), (ceil_mode, count_include_pad)
 
 
@@ -175,11 +179,11 @@ def test_divisor_override(isa: str, divisor: int):
     avg_pool(random_q((1, 18, 6, 7), S8, 2), 3, 2, 1, divisor=divisor, ceil_mode=True)
 
 
-@pytest.mark.parametrize("dtype", [U8, S8])
+@pytest.mark.parametrize("dtype", [U8, S8, *WIDE])
 def test_padding_is_never_picked(isa: str, dtype: torch.dtype):
     """Not even where every source value is the lowest there is, or below the zero point."""
     low = reference.RANGE[dtype][0]
-    for value in (low, low + 1, 0):
+    for value in (low, -5 if dtype == F32 else low + 1, 0):
         src = torch.full((1, 17, 4, 5), value, dtype=dtype)
         assert (max_pool(src, 3, 1, 1) == value).all()
         assert (max_pool(src, 3, 2, 1, ceil_mode=True, dilation=2, end=2) == value).all()
@@ -199,7 +203,7 @@ def test_random_geometries(isa: str, dims: int):
         whole = [n + b + e for n, b, e in zip(size, begin, end, strict=True)]
         if any(w < s for w, s in zip(whole, span, strict=True)):
             continue
-        dtype, ceil_mode = rng.choice([U8, S8]), rng.random() < 0.5
+        dtype, ceil_mode = rng.choice([U8, S8, *WIDE]), rng.random() < 0.5
         src = random_q((rng.randint(1, 2), rng.randint(1, 40), *size), dtype, done)
         try:
             max_pool(src, kernel, stride, begin, end, dilation, ceil_mode)
@@ -218,7 +222,7 @@ def test_random_geometries(isa: str, dims: int):
 
 @pytest.mark.parametrize("size", [(1,), (13,), (7, 7), (7, 5), (12, 9), (4, 5, 6)], ids=str)
 def test_adaptive(isa: str, size: tuple[int, ...]):
-    for dtype in (U8, S8):
+    for dtype in (U8, S8, *WIDE):
         src = random_q((2, 33, *size), dtype, 3)
         for out in (1, 2, 3, 5, 7, 14):
             got = adaptive(src, [out] * len(size))
@@ -232,7 +236,7 @@ def test_adaptive(isa: str, size: tuple[int, ...]):
 
 @pytest.mark.parametrize("channels", [*range(1, 35), 63, 64, 65, 127, 128, 129, 200])
 def test_channel_tails(isa: str, channels: int):
-    for dtype in (U8, S8):
+    for dtype in (U8, S8, *WIDE):
         src = random_q((1, channels, 5, 4), dtype, channels)
         last = before_guard_page(src.contiguous(memory_format=torch.channels_last))
         max_pool(last, 3, 2, 1)
@@ -293,21 +297,46 @@ def test_no_batch_or_no_channels(isa: str, shape: tuple[int, ...]):
 
 @pytest.mark.parametrize("mode", [rounding_upward, flushing_denormals])
 def test_floating_point_mode_of_the_caller_changes_nothing(isa: str, mode: Callable):
-    src = random_q((1, 64, 9, 9), U8, 5)
-    expected = reference.avg_pool(src, [3, 3], [1, 1], ([1, 1], [1, 1]))
-    zero = torch.tensor(0, dtype=S32)
-    with mode():
-        got = ops.avg_pool(src, zero, [3, 3, 1, 1, 1, 1, 1, 1, 1, 1], False, True, None)
-    assert_same(got, expected)
+    for dtype in (U8, *WIDE):
+        src = random_q((1, 64, 9, 9), dtype, 5)
+        src = src * 2.0**-140 if dtype == F32 else src  # denormal
+        expected = reference.avg_pool(src, [3, 3], [1, 1], ([1, 1], [1, 1]))
+        zero = torch.tensor(0, dtype=S32)
+        with mode():
+            got = ops.avg_pool(src, zero, [3, 3, 1, 1, 1, 1, 1, 1, 1, 1], False, True, None)
+        assert_same(got, expected)
 
 
 def test_any_number_of_threads(isa: str):
-    src = random_q((3, 130, 21, 23), S8, 6)
-    for threads in (1, 2, 3):
+    for dtype, threads in itertools.product((S8, *WIDE), (1, 2, 3)):
+        src = random_q((3, 130, 21, 23), dtype, 6)
         torch.set_num_threads(threads)
         max_pool(src, 3, 1, 1)
         avg_pool(src, 3, 1, 1)
         adaptive(src, [7, 7])
+
+
+def test_wide_values_are_exact(isa: str):
+    """Sums that neither int32 nor float32 holds; a tie goes to the even number."""
+    top = 2**31 - 1
+    src = torch.tensor([top, top, top, top - 3, -top, -top - 1, 7, 8], dtype=S32).reshape(1, 1, -1)
+    got = avg_pool(src, 2, 2, zero_point=0).flatten()
+    assert got.tolist() == [top, top - 1, -top - 1, 8]
+    assert max_pool(src, 2, 2).flatten().tolist() == [top, top, -top, 8]
+    assert TF.max_pool(src, 2, dst_dtype=S32).equal(max_pool(src, 2, 2))
+    assert avg_pool(src, 2, 2, divisor=1).flatten().tolist() == [top, top, -top - 1, 15]
+    src = torch.tensor([2.0**24, 1.0, 1.0, -(2.0**24)]).reshape(1, 1, 4)
+    assert avg_pool(src, 4, 1).item() == 0.5
+
+
+def test_nan_of_a_float_stays(isa: str):
+    src = random_q((1, 3, 4, 5), F32)
+    for place in range(4):
+        src[0, 1, place // 2, place % 2] = torch.nan
+        assert max_pool(src, 2, 2)[0, :, 0, 0].isnan().tolist() == [False, True, False]
+        assert avg_pool(src, 2, 2)[0, :, 0, 0].isnan().tolist() == [False, True, False]
+        assert TF.max_pool(src, 2, dst_dtype=U8)[0, 1, 0, 0] == 0
+        src = random_q((1, 3, 4, 5), F32)
 
 
 def loud_or_right(call: Callable[[], Tensor], expected: int) -> None:
@@ -358,8 +387,8 @@ def test_errors():
         ops.max_pool(src, [3, 3, 0, 1, 0, 0, 0, 0, 1, 1], False)
     with pytest.raises(ValueError, match=r"must be \(N, C, spatial...\)"):
         ops.max_pool(src[0, 0], window, False)
-    with pytest.raises(TypeError, match="max_pool: src must be uint8 or int8, got float32"):
-        ops.max_pool(src.float(), window, False)
+    with pytest.raises(TypeError, match="src must be uint8, int8, int32 or float32, got float64"):
+        ops.max_pool(src.double(), window, False)
     for divisor in (0, -1):
         with pytest.raises(ValueError, match="divisor_override must be at least 1"):
             avg(divisor)

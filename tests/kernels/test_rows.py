@@ -284,7 +284,7 @@ def test_batch_norm(isa: str, shape: tuple[int, ...]):
 @pytest.mark.parametrize("alg", ["sum", "mean", "max", "min", "mul"])
 @pytest.mark.parametrize("dims", [[-1], [0, 2], [1, 2, 3], [0, 1, 2, 3]], ids=str)
 def test_reduction(isa: str, alg: str, dims: list[int]):
-    for src_dtype, dst_dtype in TYPES:
+    for src_dtype, dst_dtype in itertools.product(DST, DST):
         src = random_q((2, 3, 4, 35), src_dtype).transpose(0, 3).contiguous().transpose(0, 3)
         params = [PARAMS[src_dtype], DST[dst_dtype]]
         attr = attr_of(src=params[0], dst=params[1])
@@ -302,6 +302,23 @@ def test_reduction_to_int32_is_exact(isa: str):
     got = TF.reduction(src, "sum", 0, dst_dtype=S32)
     assert got.tolist() == [255 * 70_001] * 3
     assert float(torch.tensor(255 * 70_001, dtype=F32)) != 255 * 70_001
+    src = random_q((1000, 3), S32) | 1
+    for alg in ("sum", "max", "min"):
+        expected = reference.reduction(src, alg, [0], [(1.0, 0)] * 2, S32)
+        assert_same(TF.reduction(src, alg, 0, True, dst_dtype=S32), expected, alg)
+        assert not torch.equal(TF.reduction(src, alg, 0, True).double(), expected.double())
+    src.fill_(2**30)
+    assert TF.reduction(src, "sum", 0, dst_dtype=S32).tolist() == [2**31 - 1] * 3
+
+
+def test_reduction_of_floats_is_in_double(isa: str):
+    src = torch.tensor([2.0**24, 1.0, 1.0, -(2.0**24)])
+    for x in (src, src.repeat(40), src[:, None].expand(4, 70)):
+        assert (TF.reduction(x, "sum", 0) == 2 * x.shape[0] // 4).all()
+    src[2] = torch.nan
+    for alg in ("sum", "mean", "max", "min", "mul"):
+        assert TF.reduction(src, alg, 0).isnan(), alg
+        assert TF.reduction(src, alg, 0, dst_dtype=U8) == 0, alg
 
 
 @pytest.mark.parametrize("alg", ["nearest", "linear"])
@@ -361,6 +378,8 @@ def test_threads(isa: str):
         lambda: TF.group_norm(src.float().reshape(1, 2, -1), 1),
         lambda: TF.batch_norm(src, torch.zeros(30), torch.ones(30)),
         lambda: TF.reduction(src, "mul", 2),
+        lambda: TF.reduction(src.float() / 3, "mean", 1),
+        lambda: TF.reduction(src.float() / 3, "sum", 2),
         lambda: TF.resampling(src, 77, "linear", dst_dtype=F32),
     ]
     found = []
@@ -379,10 +398,11 @@ def test_errors():
         lambda: TF.rms_norm(x.double(), [5]),
         lambda: TF.group_norm(x.double(), 2),
         lambda: TF.batch_norm(x, x, x),
-        lambda: TF.reduction(x, "sum", 1),
         lambda: TF.resampling(x, 3),
     ):
         refuse(TypeError, "src must be torch.uint8 or torch.int8, got torch.float", call)
+    message = "reduction: src must be uint8, int8, int32 or float32, got float64"
+    refuse(TypeError, message, TF.reduction, x.double(), "sum", 1)
     refuse(ValueError, r"torchq.softmax: dim must lie in \[-3, 2\]", TF.softmax, q, 3)
     refuse(ValueError, "src must end in normalized_shape", TF.layer_norm, q, [6])
     refuse(ValueError, "weight must have 5 values", TF.layer_norm, q, [5], torch.ones(6))

@@ -116,6 +116,22 @@ def test_dynamic_attention(isa: str) -> None:
         same(TF.dynamic_attention(*heads, mask), rounded(expected))
 
 
+def test_pools_and_reductions(isa: str) -> None:
+    src, attr = torch.randn(2, 5, 6, 8).to(BF16), torchq.Attr().set_scales("dst", 0, 0.02)
+    x = src.float()
+    with torchq.use_isa(isa):
+        same(TF.max_pool(src, 2), rounded(TF.max_pool(x, 2)))
+        same(TF.avg_pool(src, 3, 2, 1), rounded(TF.avg_pool(x, 3, 2, 1)))
+        same(
+            TF.adaptive_avg_pool(src, 1, attr, torch.int8),
+            TF.adaptive_avg_pool(x, 1, attr, torch.int8),
+        )
+        same(
+            TF.reduction(src, "sum", [1, 3], dst_dtype=BF16),
+            rounded(TF.reduction(x, "sum", [1, 3])),
+        )
+
+
 def test_fake_kernels_agree() -> None:
     src = torch.randn(7, 36).to(BF16)
     packed = torchq.packing.pack_linear(_W)

@@ -93,6 +93,15 @@ def test_opcheck(name: str, dtype: torch.dtype, layout: torch.memory_format):
     opcheck(getattr(ops, name).default, elementwise(src, other)[name])
 
 
+@pytest.mark.parametrize("name", ["max_pool", "avg_pool", "adaptive_avg_pool", "reduction"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32], ids=str)
+def test_opcheck_of_wide_sources(name: str, dtype: torch.dtype):
+    src = random_q((2, 5, 7, 6), dtype, 1)
+    args = elementwise(random_q((2, 5, 7, 6), U8, 1), src)[name][1:]
+    none = [x * 0 if isinstance(x, torch.Tensor) and x.dtype == S32 else x for x in args]
+    opcheck(getattr(ops, name).default, (src, *none))
+
+
 REAL = [*NAMES[NAMES.index("max_pool") :]]
 NO_CHAIN = ("sum", "reorder_rounded", "attention", "dynamic_attention")
 CHAIN = "binary_mul:2+eltwise_swish:1+sum:0.5:7:s8"

@@ -131,7 +131,12 @@ FLOAT_CHAINS = [
 
 
 def random_q(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Full range, every value equally likely; int32 stays within +-2^27."""
+    """Full range, every value equally likely; int32 stays within +-2^27.
+
+    Of float32 these divided by 2^20 and rounded, whose sums are exact in double in any order.
+    """
+    if dtype == torch.float32:
+        return random_q(shape, torch.int32, seed).float() / 2**20
     low, high = (-(2**27), 2**27) if dtype == torch.int32 else RANGE[dtype]
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(low, high + 1, shape, generator=generator).to(dtype)

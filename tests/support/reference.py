@@ -353,5 +353,11 @@ def adaptive_avg_pool(src: Tensor, output_size: Sequence[int]) -> Tensor:
 
 
 def average(total: Tensor, n: Tensor, zero_point: int, dtype: torch.dtype) -> Tensor:
-    """A float32 division (a reciprocal is wrong for 14, 26, 28, ...). No taps: the zero point."""
-    return store(f32(total) / f32(n), zero_point, dtype)
+    """A float32 division (a reciprocal is wrong for 14, 26, 28, ...); of int32 one in double.
+
+    Of floats that one rounded to float32, which is the same where float32 holds the total. No taps:
+    the zero point.
+    """
+    if dtype.is_floating_point:
+        return f32(total / n)
+    return store(total / n if dtype == torch.int32 else f32(total) / f32(n), zero_point, dtype)

@@ -191,7 +191,7 @@ def shuffle(src: Tensor, group_size: int, dim: int) -> Tensor:
 
 def centered(q: Tensor, params: Params) -> Tensor:
     """q - zero_point, exactly."""
-    return q.long() - params[1]
+    return q.double() if q.is_floating_point() else q.long() - params[1]
 
 
 def softmax(q: Tensor, dim: int, params: Params, logarithmic: bool) -> Tensor:
@@ -200,15 +200,20 @@ def softmax(q: Tensor, dim: int, params: Params, logarithmic: bool) -> Tensor:
     return x.log_softmax(dim) if logarithmic else x.softmax(dim)
 
 
+EXACT: dict[str, Callable[..., Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
+
+
 def reduction(
     q: Tensor, alg: str, dims: list[int], params: list[Params], dtype: torch.dtype
 ) -> Tensor:
     """Reduced dims stay with size 1."""
     x, scale = centered(q, params[0]), f64(params[0][0])
-    if alg == "sum" and dtype == torch.int32 and params[0][0] == params[1][0] == 1:
-        return (x.sum(dims, keepdim=True) + params[1][1]).clamp(*RANGE[dtype]).to(dtype)
-    if alg in ("max", "min"):
-        y = scale * (x.amax(dims, keepdim=True) if alg == "max" else x.amin(dims, keepdim=True))
+    units = params[0][0] == params[1][0] == 1 and not q.is_floating_point()
+    if alg in EXACT:
+        y = EXACT[alg](x, dims, keepdim=True)
+        if units and dtype == torch.int32:
+            return (y + params[1][1]).clamp(*RANGE[dtype]).to(dtype)
+        y = scale * y.double()
     elif alg == "mul":
         rows = x.movedim(sorted(d % q.ndim for d in dims), list(range(-len(dims), 0)))
         rows = rows.flatten(-len(dims))
@@ -218,8 +223,7 @@ def reduction(
         y = y.reshape(x.sum(dims, keepdim=True).shape)
     else:
         y = scale * x.sum(dims, keepdim=True).double()
-        if alg == "mean":
-            y = y / (q.numel() / y.numel())
+        y = y / (q.numel() / y.numel())
     return to_dst(f32(y), params[1], dtype)
 
 

@@ -45,6 +45,12 @@ def check_8bit(op: str, name: str, src: Tensor) -> None:
         )
 
 
+def check_any(op: str, name: str, src: Tensor) -> None:
+    """Raise TypeError unless ``src`` is a tensor, of a dtype that the op checks."""
+    remedy = "Pass a uint8, int8, int32 or float32 tensor; a number with torch.tensor(number)."
+    check_type(f"torchq.{op}: {name}", src, Tensor, remedy)
+
+
 def integer(op: str, name: str, value: int) -> int:
     """Return the value; the dispatcher would cut the fraction of a tensor or numpy number.
 

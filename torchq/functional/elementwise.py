@@ -18,10 +18,8 @@ from torchq.attributes.arguments import check_tensors, check_type, float_values
 from torchq.attributes.attr import Attr, check_attr_type
 from torchq.attributes.options import BinaryOp, EltwiseAlg
 from torchq.attributes.post_ops import PostOps
-from torchq.functional.arguments import real_arguments, real_params
+from torchq.functional.arguments import check_any, real_arguments, real_params
 from torchq.runtime.library import dtype_code
-
-_REMEDY = "Pass a uint8, int8, int32 or float32 tensor; a number with torch.tensor(number)."
 
 
 def eltwise(
@@ -55,7 +53,7 @@ def eltwise(
         NotImplementedError: another mask of scales or zero points, or ``dw_conv``.
         RuntimeError: ``src`` requires grad in grad mode.
     """
-    check_type("torchq.eltwise: src", src, Tensor, _REMEDY)
+    check_any("eltwise", "src", src)
     chain = str(PostOps().append_eltwise(alg, alpha, beta))
     dst_dtype = src.dtype if dst_dtype is None else dst_dtype
     given = ["src", "dst"], dst_dtype, post_op_srcs
@@ -91,8 +89,8 @@ def binary(
     A quotient by zero saturates; 0 / 0 becomes the zero point. ``max`` and ``min`` keep a NaN of
     ``src0`` and ignore one of ``src1``. Errors as in :func:`eltwise`.
     """
-    check_type("torchq.binary: src0", src0, Tensor, _REMEDY)
-    check_type("torchq.binary: src1", src1, Tensor, _REMEDY)
+    check_any("binary", "src0", src0)
+    check_any("binary", "src1", src1)
     if condition is not None:
         check_type("torchq.binary: condition", condition, Tensor, "Pass one of bool, or None.")
     dst_dtype = src0.dtype if dst_dtype is None else dst_dtype
@@ -124,8 +122,8 @@ def prelu(
         dst_dtype: as in :func:`eltwise`, and so are the errors.
         post_op_srcs: as in :func:`eltwise`.
     """
-    check_type("torchq.prelu: src", src, Tensor, _REMEDY)
-    check_type("torchq.prelu: weight", weight, Tensor, _REMEDY)
+    check_any("prelu", "src", src)
+    check_any("prelu", "weight", weight)
     if weight.dim() == 1 and src.dim() > 2:
         weight = weight.reshape(-1, *[1] * (src.dim() - 2))
     pairs = zip(reversed(weight.shape), reversed(src.shape), strict=False)
@@ -203,7 +201,7 @@ def shuffle(src: Tensor, group_size: int, dim: int = 1) -> Tensor:
     change; with ``dim`` 1 the result is channels-last.
     ``torch.nn.functional.channel_shuffle(x, groups)`` is ``group_size = C / groups``.
     """
-    check_type("torchq.shuffle: src", src, Tensor, _REMEDY)
+    check_any("shuffle", "src", src)
     check_type("torchq.shuffle: group_size", group_size, int, "Pass an integer.")
     check_type("torchq.shuffle: dim", dim, int, "Pass an integer.")
     if not -src.dim() <= dim < src.dim():

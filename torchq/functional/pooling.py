@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pooling in 1 to 3 dimensions, by the rank of src.
 
-Without ``attr`` and ``dst_dtype``, scale and zero point stay as they are and dst has src's dtype.
-With them a pool computes in real units, ``x = src_scale * max(q - z)`` or ``x = src_scale *
+Without ``attr`` and another ``dst_dtype``, scale and zero point stay as they are and dst has src's
+dtype. With them a pool computes in real units, ``x = src_scale * max(q - z)`` or ``x = src_scale *
 (float(sum of q - z) / float(count))`` in float32, applies the post-ops, and writes
 ``clamp(rne(fma(x, 1 / dst_scale, dst_zero_point)))``, or ``x`` itself to float32.
+
+Sums of integers are exact. Those of int32, and of float32 in double, are divided in double:
+``float(sum / count)``, and ``rne(sum / count)`` where dst is int32 without ``attr``.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from torchq.attributes.attr import Attr
 from torchq.functional.arguments import (
     Ints,
     Zeros,
-    check_8bit,
+    check_any,
     conv_geometry,
     integer,
     real_arguments,
@@ -45,7 +48,7 @@ def max_pool(
     The other arguments and the defaults are those of ``torch.nn.functional.max_pool2d``.
 
     Args:
-        src: uint8 or int8.
+        src: uint8, int8, int32 or float32, of which NaN stays NaN.
         kernel_size: one number, or one per spatial dim, as the next three.
         stride: None is ``kernel_size``.
         padding: at most half of the kernel.
@@ -57,7 +60,7 @@ def max_pool(
         post_op_srcs: as in :func:`eltwise`.
 
     Raises:
-        TypeError: ``src`` is neither uint8 nor int8, or one of ``post_op_srcs`` has another dtype.
+        TypeError: ``src``, or one of ``post_op_srcs``, has another dtype.
         ValueError: the window does not fit, ``attr`` sets other arguments, or shapes do not fit.
         NotImplementedError: another mask of scales or zero points, or ``dw_conv``.
     """
@@ -124,7 +127,7 @@ def adaptive_avg_pool(
 
     The last three arguments, and the errors, are those of :func:`max_pool`.
     """
-    check_8bit("adaptive_avg_pool", "src", src)
+    check_any("adaptive_avg_pool", "src", src)
     dims = spatial_dims("adaptive_avg_pool", src)
     size = spread("adaptive_avg_pool", "output_size", output_size, dims)
     real = _real(
@@ -143,16 +146,16 @@ def _real(
     sizes: Callable[[], Sequence[int]],
 ) -> tuple[object, ...]:
     """Return the last arguments of a pool in real units; of any other, none."""
-    if attr is None and dst_dtype is None and not srcs:
-        return ()
     dtype = src.dtype if dst_dtype is None else dst_dtype
+    if attr is None and dtype == src.dtype and not srcs:
+        return ()
     return real_arguments(op, attr, ["src", "dst"], dtype, srcs, sizes)
 
 
 def _geometry(
     op: str, src: Tensor, kernel_size: Ints, stride: Ints | None, padding: Ints, dilation: Ints
 ) -> list[int]:
-    check_8bit(op, "src", src)
+    check_any(op, "src", src)
     kernel = spread(op, "kernel_size", kernel_size, spatial_dims(op, src))
     step = kernel if stride is None else stride
     return conv_geometry(op, kernel, step, padding, None, dilation)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions and resampling of uint8 and int8 tensors."""
+"""Reductions of any tensor, and resampling of uint8 and int8."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torchq.attributes.options import ReductionAlg, ResamplingAlg
 from torchq.functional.arguments import (
     Ints,
     check_8bit,
+    check_any,
     integer,
     real_arguments,
     spatial_dims,
@@ -33,12 +34,13 @@ def reduction(
     """``real(dst) = alg of real(src)`` over ``dims``.
 
     ``sum``, ``max``, ``min``: ``src_scale * alg(q - zero_point)``, ``mean``: that of the sum,
-    divided by the number of values; integers exactly, then double, rounded to float32 once.
-    ``mul``: the product of ``src_scale * (q - zero_point)`` in double, in row-major order. An int32
-    destination of sum, max or min where both scales are 1 is exact, and saturated.
+    divided by the number of values; integers exactly, float32 in double, then double, rounded to
+    float32 once. ``mul``: the product of ``src_scale * (q - zero_point)`` in double, in row-major
+    order. An int32 destination of sum, max or min of integers where both scales are 1 is exact, and
+    saturated.
 
     Args:
-        src: uint8 or int8, any strides.
+        src: uint8, int8, int32 or float32, any strides.
         alg: ``sum``, ``mean``, ``max``, ``min`` or ``mul``.
         dims: one or several, different; may be negative. An empty sequence reduces nothing (that
             is each value by itself), where ``torch.sum`` would reduce everything.
@@ -49,11 +51,11 @@ def reduction(
         post_op_srcs: as in :func:`eltwise`.
 
     Raises:
-        TypeError: ``src`` is neither uint8 nor int8, or one of ``post_op_srcs`` has another dtype.
+        TypeError: ``src``, or one of ``post_op_srcs``, has another dtype.
         ValueError: ``dims`` are wrong, there is nothing to reduce, or shapes do not fit.
         NotImplementedError: another ``alg``, mask of scales or zero points, or ``dw_conv``.
     """
-    check_8bit("reduction", "src", src)
+    check_any("reduction", "src", src)
     given = dims if isinstance(dims, Sequence) else [dims]
     gone = [integer("reduction", "dims", dim) for dim in given]
     real = real_arguments(
@@ -92,7 +94,7 @@ def resampling(
         dst_dtype: torch.uint8, int8, int32 or float32 (without scale); None is that of ``src``.
         post_op_srcs: as in :func:`reduction`.
 
-    Errors as in :func:`reduction`.
+    Errors as in :func:`reduction`; only uint8 and int8 are taken.
     """
     check_8bit("resampling", "src", src)
     dst_dtype = src.dtype if dst_dtype is None else dst_dtype

@@ -18,11 +18,6 @@
 namespace torchq {
 namespace {
 
-void check_source(const char* op, const char* arg, const at::Tensor& src) {
-  dtype_of(op, arg, src);
-  check_cpu(op, arg, src);
-}
-
 /// body(data, strides, n, first): n <= kRealBlock adjacent values of dst, from element `first` of
 /// its memory on, and those of each source, broadcast.
 template <class Body>

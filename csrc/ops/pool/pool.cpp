@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Max, average and adaptive average pooling on uint8 and int8; the destination keeps the source's
-// scale and zero point, unless scales, post-ops and a dtype of its own make it one in real units.
+// Max, average and adaptive average pooling; the destination keeps the source's scale and zero
+// point, unless scales, post-ops and a dtype of its own make it one in real units. Bytes by the
+// tier's kernels, int32 and float32 in code that all tiers share.
 // Padding is never picked by max, and counts as real zero (the zero point) in an average that
 // includes it.
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 
 #include "kernels/cpu_tuning.h"
 #include "ops/conv/border.h"
@@ -91,12 +94,13 @@ int64_t largest_window(const Spans (&spans)[3]) {
 /// Fills the addresses of a window's pixels in an image; returns their number.
 int64_t gather_taps(const ChannelsLast& src, const uint8_t* image, const Span& d, const Span& h,
                     const Span& w, const uint8_t** taps) {
+  const int64_t pixel = src.channels * src.tensor.element_size();
   int64_t count = 0;
   for (int64_t id = d.begin; id < d.end; id += d.step) {
     for (int64_t ih = h.begin; ih < h.end; ih += h.step) {
       const int64_t line = (id * src.size[1] + ih) * src.size[2];
       for (int64_t iw = w.begin; iw < w.end; iw += w.step)
-        taps[count++] = image + (line + iw) * src.channels;
+        taps[count++] = image + (line + iw) * pixel;
     }
   }
   return count;
@@ -135,15 +139,58 @@ at::Tensor make_dst(const ChannelsLast& src, const int64_t (&output)[3],
       params.empty() ? src.tensor.scalar_type() : scalar_type(params[1].dtype));
 }
 
-/// Destination pixels in real units: scale * (max - zero_point), or scale * (float(sum of q -
-/// zero_point) / float(n)), then the post-ops.
-void finish_windows(const Kernels& tier, PoolRow row, bool average, const Real& from,
+/// take(i, (max or sum - shift) / divisor), in double, for each value i of the destination. Sums of
+/// int32 are exact, those of float32 in double, in the order of the taps.
+template <class T, class Take>
+void wide_windows(const PoolRow& p, Reduce alg, int64_t shift, const Take& take) {
+  ScratchFrame frame;
+  Reduced<T>* result = frame.take<Reduced<T>>(p.channels);
+  for (int64_t x = 0; x < p.windows; ++x) {
+    for (int t = 0; t < p.num_taps; ++t) {
+      const T* src = reinterpret_cast<const T*>(p.taps[t] + x * p.step);
+      for (int64_t c = 0; c < p.channels; ++c) {
+        const Reduced<T> value{src[c]};
+        result[c] = t == 0 ? value : combine(alg, result[c], value);
+      }
+    }
+    for (int64_t c = 0; c < p.channels; ++c) {
+      take(x * p.channels + c, static_cast<double>(result[c] - shift) / double{p.divisor});
+    }
+  }
+}
+
+template <class Take>
+void wide_windows(const PoolRow& p, bool average, int64_t shift, const Take& take) {
+  const Reduce alg = average ? Reduce::sum : Reduce::max;
+  p.dst_dtype == DType::s32 ? wide_windows<int32_t>(p, alg, shift, take)
+                            : wide_windows<float>(p, alg, shift, take);
+}
+
+/// A destination of the source's dtype.
+void plain_windows(const Kernels& tier, const PoolRow& p, bool average, int64_t shift) {
+  if (is_int8(p.dst_dtype)) return average ? tier.avg_pool(p) : tier.max_pool(p);
+  wide_windows(p, average, shift, [&](int64_t i, double y) {
+    if (p.dst_dtype == DType::f32) {
+      static_cast<float*>(p.dst)[i] = static_cast<float>(y);
+    } else {
+      using Limits = std::numeric_limits<int32_t>;
+      const double q = std::clamp<double>(std::nearbyint(y), Limits::min(), Limits::max());
+      static_cast<int32_t*>(p.dst)[i] = static_cast<int32_t>(q);
+    }
+  });
+}
+
+/// Destination pixels in real units: scale * float(max - zero_point), or scale * (float(sum of q -
+/// zero_point) / float(n)), of wider values scale * float(that sum / n), then the post-ops.
+void finish_windows(const Kernels& tier, PoolRow row, bool average, int64_t shift, const Real& from,
                     const RealOutput& out, int64_t first) {
   const int64_t n = row.windows * row.channels;
   ScratchFrame frame;
   float* x = frame.take<float>(n + kPanel);
-  if (average) {
-    row.bias = -row.num_taps * from.zero_point;
+  if (!is_int8(from.dtype)) {
+    wide_windows(row, average, shift,
+                 [&](int64_t i, double y) { x[i] = from.scale * static_cast<float>(y); });
+  } else if (average) {
     row.dst = x;
     row.dst_dtype = DType::f32;
     tier.avg_pool(row);
@@ -173,16 +220,16 @@ void pool(OpTrace& trace, const Kernels& tier, const ChannelsLast& src, const Sp
                     kMaxTaps, " positions, got ", window, " on src ", src.tensor.sizes(),
                     ". Pool in two steps.");
   if (is_done(dst)) return;
-  const bool is_signed = src.tensor.scalar_type() == at::kChar;
+  const DType dtype = dtype_of(pooling.kernel, "src", src.tensor);
   const uint8_t* data = bytes_of(src.tensor);
   uint8_t* result = static_cast<uint8_t*>(dst.mutable_data_ptr());
-  const auto kernel = pooling.average ? tier.avg_pool : tier.max_pool;
   const Runs runs = runs_of(spans[2]);
   const int64_t depth = static_cast<int64_t>(spans[0].size());
   const int64_t height = static_cast<int64_t>(spans[1].size());
   const int64_t width = static_cast<int64_t>(spans[2].size());
   const int64_t c = src.channels, rows = src.batch * depth * height;
-  const int64_t image_bytes = src.size[0] * src.size[1] * src.size[2] * c;
+  const int64_t size = src.tensor.element_size();
+  const int64_t image_bytes = src.size[0] * src.size[1] * src.size[2] * c * size;
   parallel_ranges(rows, threads_for(dst.numel() * window, tuning::kPoolGrain), [&](Range range) {
     ScratchFrame frame;
     const uint8_t** taps = frame.take<const uint8_t*>(window);
@@ -194,23 +241,24 @@ void pool(OpTrace& trace, const Kernels& tier, const ChannelsLast& src, const Sp
         const Span& w = spans[2][static_cast<size_t>(run.first)];
         const int64_t valid = gather_taps(src, image, d, h, w, taps);
         int64_t counted = pooling.count_include_pad ? d.counted * h.counted * w.counted : valid;
-        const int64_t padding = counted - valid;
+        const int64_t shift = out.has_value() ? (pooling.average ? valid : 1) * params[0].zero_point
+                                              : (valid - counted) * pooling.zero_point;
         if (pooling.divisor_override != 0) counted = pooling.divisor_override;
         const int64_t first = (r * width + run.first) * c;
         const PoolRow row{taps,
                           static_cast<int>(valid),
                           run.count,
-                          run.step * c,
+                          run.step * c * size,
                           c,
-                          result + first,
-                          static_cast<int32_t>(padding * pooling.zero_point),
-                          static_cast<float>(counted),
-                          is_signed,
-                          is_signed ? DType::s8 : DType::u8};
+                          result + first * size,
+                          static_cast<int32_t>(-shift),
+                          pooling.average ? static_cast<float>(counted) : 1.0f,
+                          dtype == DType::s8,
+                          dtype};
         if (out.has_value()) {
-          finish_windows(tier, row, pooling.average, params[0], *out, first);
+          finish_windows(tier, row, pooling.average, shift, params[0], *out, first);
         } else {
-          kernel(row);
+          plain_windows(tier, row, pooling.average, shift);
         }
       }
     }
@@ -257,7 +305,7 @@ at::Tensor max_pool(const at::Tensor& src, c10::IntArrayRef geometry, bool ceil_
                     c10::string_view post_ops, std::optional<at::TensorList> post_op_srcs) {
   OpTrace trace("max_pool");
   const Kernels& tier = kernels();
-  check_src("max_pool", "src", src);
+  check_source("max_pool", "src", src);
   return windowed("max_pool", trace, tier, src, geometry, ceil_mode, {"max_pool", false},
                   {scales, zero_points, dst_dtype, post_ops, post_op_srcs});
 }
@@ -269,7 +317,7 @@ at::Tensor avg_pool(const at::Tensor& src, const at::Tensor& zero_point, c10::In
                     c10::string_view post_ops, std::optional<at::TensorList> post_op_srcs) {
   OpTrace trace("avg_pool");
   const Kernels& tier = kernels();
-  const DType dtype = check_src("avg_pool", "src", src);
+  const DType dtype = check_source("avg_pool", "src", src);
   const int32_t zero = zero_point_of("avg_pool", "zero_point", zero_point, dtype);
   TORCH_CHECK_VALUE(!divisor_override.has_value() || *divisor_override > 0,
                     "torchq.avg_pool: divisor_override must be at least 1, got ",
@@ -290,7 +338,7 @@ at::Tensor adaptive_avg_pool(const at::Tensor& src_arg, c10::IntArrayRef output_
                              std::optional<at::TensorList> post_op_srcs) {
   OpTrace trace("adaptive_avg_pool");
   const Kernels& tier = kernels();
-  check_src("adaptive_avg_pool", "src", src_arg);
+  check_source("adaptive_avg_pool", "src", src_arg);
   const ChannelsLast src = to_channels_last("adaptive_avg_pool", src_arg);
   TORCH_CHECK_VALUE(static_cast<int64_t>(output_size.size()) == src.spatial_dims &&
                         *std::min_element(output_size.begin(), output_size.end()) >= 1,

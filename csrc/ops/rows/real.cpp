@@ -13,6 +13,12 @@
 
 namespace torchq {
 
+DType check_source(const char* op, const char* arg, const at::Tensor& src) {
+  const DType dtype = dtype_of(op, arg, src);
+  check_cpu(op, arg, src);
+  return dtype;
+}
+
 c10::SmallVector<Real, 4> read_params(const char* op, const at::Tensor& scales,
                                       const at::Tensor& zero_points, at::TensorList srcs,
                                       DType dst_dtype, bool any_sign) {

@@ -15,10 +15,13 @@
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
+#include <type_traits>
 
 #include "epilogue/post_ops.h"
 #include "kernels/cpu_tuning.h"
+#include "kernels/rows/contract.h"
 #include "runtime/dispatch.h"
 #include "runtime/parallel.h"
 #include "runtime/scratch.h"
@@ -34,6 +37,9 @@ struct Real {
   float scale;
   int32_t zero_point;
 };
+
+/// A source of any dtype: dense, on the CPU, uint8, int8, int32 or float32.
+DType check_source(const char* op, const char* arg, const at::Tensor& src);
 
 /// The parameters of the sources and, last, of the destination, from scales and zero_points with
 /// one value each. A scale is finite and greater than 0 (`any_sign`: a source's may be any finite
@@ -119,6 +125,17 @@ template <class Compute>
 void store_rows(const RealOutput& out, int64_t rows, int64_t n, const Compute& compute) {
   parallel_ranges(rows, threads_for(rows * n, tuning::kRealGrain),
                   [&](Range range) { store_range(out, range, n, compute); });
+}
+
+/// In which results of a reduction of T are kept: sums of integers are exact.
+template <class T>
+using Reduced = std::conditional_t<std::is_floating_point_v<T>, double, int64_t>;
+
+/// The sum, or the larger or smaller one; a NaN stays.
+template <class T>
+T combine(Reduce alg, T a, T b) {
+  if (alg == Reduce::sum) return a + b;
+  return (alg == Reduce::max ? b > a : b < a) || std::isnan(static_cast<double>(b)) ? b : a;
 }
 
 /// Returns the row without its first `values`.

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reductions of 8-bit tensors (Note [Real units] in real.h).
+// Reductions (Note [Real units] in real.h).
 #include <ATen/EmptyTensor.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
+#include <utility>
 
 #include "kernels/cpu_tuning.h"
 #include "ops/rows/real.h"
@@ -28,45 +30,53 @@ Alg reduce_alg(c10::string_view name) {
       "'. The nearest to a norm is a sum of torchq.functional.eltwise 'square'.");
 }
 
-/// A dense [outer][count][inner] source; the middle is reduced.
+/// A dense [outer][count][inner] source; the middle is reduced. Bytes by the tier's kernel, wider
+/// values in code that all tiers share: sums of float32 in double.
+template <class T>
 struct Blocks {
+  using Result = Reduced<T>;
   const Kernels& tier;
   Alg alg;
-  bool is_signed;
-  const uint8_t* data;
+  const T* data;
   int64_t count, inner;
 
   Reduce kind() const {
     return alg == Alg::max ? Reduce::max : alg == Alg::min ? Reduce::min : Reduce::sum;
   }
-  int64_t combine(int64_t a, int64_t b) const {
-    return alg == Alg::max ? std::max(a, b) : alg == Alg::min ? std::min(a, b) : a + b;
-  }
 
   /// result[i] over `rows` rows of `size` <= kRealBlock values, `stride` apart.
-  void columns(const uint8_t* src, int64_t rows, int64_t stride, int64_t size,
-               int64_t* result) const {
-    constexpr int64_t kRows = 1 << 22;
-    int32_t part[kRealBlock];
-    for (int64_t r = 0; r < rows; r += kRows) {
-      tier.reduce(
-          {src + r * stride, is_signed, kind(), std::min(rows - r, kRows), stride, size, part});
-      for (int64_t i = 0; i < size; ++i) result[i] = r == 0 ? part[i] : combine(result[i], part[i]);
+  void columns(const T* src, int64_t rows, int64_t stride, int64_t size, Result* result) const {
+    const auto take = [&](const auto* part, bool first) {
+      for (int64_t i = 0; i < size; ++i) {
+        const Result value{part[i]};
+        result[i] = first ? value : combine(kind(), result[i], value);
+      }
+    };
+    if constexpr (sizeof(T) == 1) {
+      constexpr int64_t kRows = 1 << 22;
+      int32_t part[kRealBlock];
+      for (int64_t r = 0; r < rows; r += kRows) {
+        tier.reduce({reinterpret_cast<const uint8_t*>(src + r * stride), std::is_signed_v<T>,
+                     kind(), std::min(rows - r, kRows), stride, size, part});
+        take(part, r == 0);
+      }
+    } else {
+      for (int64_t r = 0; r < rows; ++r) take(src + r * stride, r == 0);
     }
   }
   /// Over `count` adjacent values: as rows of 64, and the rest.
-  int64_t row(const uint8_t* src) const {
+  Result row(const T* src) const {
     const int64_t width = std::min<int64_t>(count, 64), rows = count / width;
     const int64_t rest = count - rows * width;
-    int64_t sums[64], tail[64];
+    Result sums[64], tail[64];
     columns(src, rows, width, width, sums);
-    for (int64_t i = 1; i < width; ++i) sums[0] = combine(sums[0], sums[i]);
+    for (int64_t i = 1; i < width; ++i) sums[0] = combine(kind(), sums[0], sums[i]);
     if (rest > 0) columns(src + rows * width, 1, width, rest, tail);
-    for (int64_t i = 0; i < rest; ++i) sums[0] = combine(sums[0], tail[i]);
+    for (int64_t i = 0; i < rest; ++i) sums[0] = combine(kind(), sums[0], tail[i]);
     return sums[0];
   }
   /// result[i] of destination element first + i, for as many of n as one outer index has; how many.
-  int64_t integers(int64_t first, int64_t n, int64_t* result) const {
+  int64_t results(int64_t first, int64_t n, Result* result) const {
     if (inner == 1) {
       for (int64_t i = 0; i < n; ++i) result[i] = row(data + (first + i) * count);
       return n;
@@ -77,11 +87,10 @@ struct Blocks {
     return n;
   }
   double product(int64_t at, const Real& from) const {
-    const uint8_t* p = data + at / inner * count * inner + at % inner;
+    const T* p = data + at / inner * count * inner + at % inner;
     double result = 1;
     for (int64_t i = 0; i < count; ++i) {
-      const uint8_t q = p[i * inner];
-      result *= double{from.scale} * ((is_signed ? static_cast<int8_t>(q) : q) - from.zero_point);
+      result *= double{from.scale} * (static_cast<double>(p[i * inner]) - from.zero_point);
     }
     return result;
   }
@@ -111,39 +120,38 @@ bool in_blocks(const at::Tensor& src, const c10::SmallVector<bool, 8>& reduced) 
   return runs <= 1;
 }
 
-/// [outer][count][inner] of `src` or of a copy, `count` being the number of reduced values.
-Blocks blocks_of(const Kernels& tier, Alg alg, const at::Tensor& src, at::Tensor& dense,
-                 const c10::SmallVector<bool, 8>& reduced, int64_t count) {
-  int64_t inner = 1;
+/// `src` or a copy with dense [outer][count][inner] elements, `count` being the number of reduced
+/// values, and `inner`.
+std::pair<at::Tensor, int64_t> dense_blocks(const at::Tensor& src,
+                                            const c10::SmallVector<bool, 8>& reduced,
+                                            int64_t count) {
   if (in_blocks(src, reduced)) {
-    dense = src;
     int64_t innermost = std::numeric_limits<int64_t>::max();  // stride of the reduced ones
     for (int64_t d = 0; d < src.dim(); ++d) {
       if (reduced[static_cast<size_t>(d)] && src.size(d) != 1)
         innermost = std::min(innermost, src.stride(d));
     }
-    if (count > 1) inner = innermost;
-  } else {
-    c10::SmallVector<int64_t, 8> order;
-    for (const bool last : {false, true}) {
-      for (int64_t d = 0; d < src.dim(); ++d) {
-        if (reduced[static_cast<size_t>(d)] == last) order.push_back(d);
-      }
-    }
-    dense = src.permute(order).contiguous();
+    return {src, count > 1 ? innermost : 1};
   }
-  return {tier, alg, src.scalar_type() == at::kChar, bytes_of(dense), count, inner};
+  c10::SmallVector<int64_t, 8> order;
+  for (const bool last : {false, true}) {
+    for (int64_t d = 0; d < src.dim(); ++d) {
+      if (reduced[static_cast<size_t>(d)] == last) order.push_back(d);
+    }
+  }
+  return {src.permute(order).contiguous(), 1};
 }
 
 /// clamp(result - zero points): an int32 destination without scales, in integers only.
-void store_exact(const Blocks& blocks, const Real& from, const Real& to, const Range& range,
+template <class T>
+void store_exact(const Blocks<T>& blocks, const Real& from, const Real& to, const Range& range,
                  int32_t* dst) {
   int64_t result[kRealBlock];
   const int64_t shift =
       to.zero_point - (blocks.alg == Alg::sum ? blocks.count : 1) * from.zero_point;
   for (int64_t first = range.begin; first < range.end;) {
     const int64_t n =
-        blocks.integers(first, std::min<int64_t>(kRealBlock, range.end - first), result);
+        blocks.results(first, std::min<int64_t>(kRealBlock, range.end - first), result);
     for (int64_t i = 0; i < n; ++i) {
       dst[first + i] = static_cast<int32_t>(
           std::clamp<int64_t>(result[i] + shift, std::numeric_limits<int32_t>::min(),
@@ -153,9 +161,10 @@ void store_exact(const Blocks& blocks, const Real& from, const Real& to, const R
   }
 }
 
-void store_reduced(const Blocks& blocks, const Real& from, const RealOutput& out,
+template <class T>
+void store_reduced(const Blocks<T>& blocks, const Real& from, const RealOutput& out,
                    const Range& range) {
-  int64_t result[kRealBlock];
+  Reduced<T> result[kRealBlock];
   alignas(64) float x[kRealBlock];
   const double count = static_cast<double>(blocks.count);
   const int64_t shift =
@@ -165,7 +174,7 @@ void store_reduced(const Blocks& blocks, const Real& from, const RealOutput& out
     if (blocks.alg == Alg::mul) {
       for (int64_t i = 0; i < n; ++i) x[i] = static_cast<float>(blocks.product(first + i, from));
     } else {
-      n = blocks.integers(first, n, result);
+      n = blocks.results(first, n, result);
       const double divisor = blocks.alg == Alg::mean ? count : 1;
       for (int64_t i = 0; i < n; ++i) {
         const double real = double{from.scale} * static_cast<double>(result[i] - shift);
@@ -177,6 +186,18 @@ void store_reduced(const Blocks& blocks, const Real& from, const RealOutput& out
   }
 }
 
+template <class T>
+void reduce(const Blocks<T>& blocks, const Real& from, const Real& to, const RealOutput& out,
+            bool exact, const at::Tensor& dst) {
+  const int threads = threads_for(dst.numel() * blocks.count, tuning::kPoolGrain);
+  parallel_ranges(dst.numel(), threads, [&](Range range) {
+    if constexpr (std::is_integral_v<T>) {
+      if (exact) return store_exact(blocks, from, to, range, dst.mutable_data_ptr<int32_t>());
+    }
+    store_reduced(blocks, from, out, range);
+  });
+}
+
 at::Tensor reduction(const at::Tensor& src, c10::string_view alg_name, c10::IntArrayRef dims,
                      bool keepdim, const at::Tensor& scales, const at::Tensor& zero_points,
                      int64_t dst_dtype, c10::string_view post_ops,
@@ -184,7 +205,7 @@ at::Tensor reduction(const at::Tensor& src, c10::string_view alg_name, c10::IntA
   OpTrace trace("reduction");
   const Kernels& tier = kernels();
   trace.ran(tier, "reduction");
-  check_src("reduction", "src", src);
+  check_source("reduction", "src", src);
   const Alg alg = reduce_alg(alg_name);
   const auto params =
       read_params("reduction", scales, zero_points, {src}, dst_dtype_of("reduction", dst_dtype));
@@ -211,18 +232,26 @@ at::Tensor reduction(const at::Tensor& src, c10::string_view alg_name, c10::IntA
   const RealOutput out({"reduction", tier, to, post_ops, post_op_srcs}, dst);
   trace.describe([&] { return describe_call({src}, dst, c10::str("alg:", alg_name), post_ops); });
   if (is_done(dst)) return dst;
-  at::Tensor dense;
-  const Blocks blocks = blocks_of(tier, alg, src, dense, reduced, n);
+  const auto dense = dense_blocks(src, reduced, n);
   const bool exact = to.dtype == DType::s32 && from.scale == 1 && to.scale == 1 &&
                      alg != Alg::mean && alg != Alg::mul && post_ops.empty();
-  const int64_t count = dst.numel();
-  parallel_ranges(count, threads_for(count * n, tuning::kPoolGrain), [&](Range range) {
-    if (exact) {
-      store_exact(blocks, from, to, range, dst.mutable_data_ptr<int32_t>());
-    } else {
-      store_reduced(blocks, from, out, range);
-    }
-  });
+  const auto run = [&](const auto* data) {
+    reduce(Blocks{tier, alg, data, n, dense.second}, from, to, out, exact, dst);
+  };
+  const void* data = dense.first.const_data_ptr();
+  switch (from.dtype) {
+    case DType::u8:
+      run(static_cast<const uint8_t*>(data));
+      break;
+    case DType::s8:
+      run(static_cast<const int8_t*>(data));
+      break;
+    case DType::s32:
+      run(static_cast<const int32_t*>(data));
+      break;
+    case DType::f32:
+      run(static_cast<const float*>(data));
+  }
   return dst;
 }
 
