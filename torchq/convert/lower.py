@@ -20,7 +20,7 @@ from torchq.convert.settled import Settled
 from torchq.graphs.module import QuantizedGraph
 from torchq.models.state import twin
 from torchq.nn.attention import DynamicQAttention
-from torchq.nn.float_modules import Attention, Cat
+from torchq.nn.float_modules import Attention, Cat, Rotary
 from torchq.nn.from_float import naming, pool_from_float
 from torchq.nn.packed_weights import PackedWeights
 from torchq.nn.pad import QPad
@@ -67,6 +67,10 @@ class Lowering:
                 self._layer(layer)
             elif dynamic is not None:
                 self._float[node] = self._dynamic(dynamic)
+            elif op is not None and isinstance(op.module, Rotary):
+                sources = tuple(map(self.float_of, op.srcs))
+                rotary = torch.ops.torchq.rotary.default
+                self._float[node] = self.graph.call_function(rotary, sources)
             elif op is not None and (form := float_form(op, node in self._channels_last)):
                 self._float[node] = self.call(op.name, form[0], *map(self.float_of, form[1]))
             elif node.op in ("placeholder", "output") or (

@@ -305,6 +305,14 @@ def _embedding_bag(
     return g.add(f"Reduce{mode.capitalize()}", x, g.constant([1]), keepdims=0)
 
 
+def _rotary(g: OnnxGraph, src: Value, cos: Value, sin: Value) -> str:
+    last, half = g.constant([-1]), g.constant([src.example.shape[-1] // 2])
+    low = g.add("Slice", src.name, g.constant([0]), half, last)
+    high = g.add("Slice", src.name, half, g.constant([2**62]), last)
+    turned = g.add("Concat", g.add("Neg", high), low, axis=-1)
+    return g.add("Add", g.add("Mul", src.name, cos.name), g.add("Mul", turned, sin.name))
+
+
 def _quantized_rows(g: OnnxGraph, indices: Value, table: PackedEmbedding) -> str:
     """Write code * scale + offset of the rows that are looked up; codes have a byte each."""
     codes, *params = table.unpack()
@@ -355,6 +363,6 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
     **{"transpose": _transpose, "unsqueeze": _unsqueeze, "squeeze": _squeeze, "select": _select},
     **{"getitem": _getitem, "chunk": _chunk, "split": _split, "unbind": _unbind, "cat": _cat},
     **{"expand": _expand, "gather": _gather, "arange": _arange},
-    **{"embedding": _embedding, "embedding_bag": _embedding_bag},
+    **{"embedding": _embedding, "embedding_bag": _embedding_bag, "rotary": _rotary},
 }
 """Name of a function of torch or of operator, or of a method, -> its nodes."""

@@ -27,8 +27,6 @@ _NAMESPACES: dict[str, object] = {
     "operator": operator,
     "math": math,
 }
-_OWN = ("embedding", "embedding_bag")
-"""Ops of torchq that a float graph calls: their modules are there when it is captured."""
 _PYTHON = (int, float, max, min, abs, len)
 _SIZES = ("size", "numel", "item", "dim")
 _TENSOR = torch.empty(0, dtype=torch.float32, device="meta")

@@ -47,6 +47,18 @@ class MatMul(nn.Module):
         return torch.matmul(src0, src1)
 
 
+class Rotary(nn.Module):
+    """``src * cos + turned * sin``, where ``turned`` has the halves of each row: -second, first.
+
+    The bits are those of these operations one by one.
+    """
+
+    def forward(self, src: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate."""
+        dst: Tensor = torch.ops.torchq.rotary(src, cos, sin)
+        return dst
+
+
 class QuantStub(nn.Module):
     """Marks where a float tensor shall become quantized: later a :class:`Quantize`."""
 

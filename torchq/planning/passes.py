@@ -27,6 +27,7 @@ from torchq.planning.lengths import leave_lengths, leave_sized
 from torchq.planning.phases import leave_angles
 from torchq.planning.plan import Plan
 from torchq.planning.recognize import recognize
+from torchq.planning.rotary import join_rotaries
 from torchq.planning.units import find_units
 from torchq.quantization.config import Overrides, QConfig
 
@@ -37,6 +38,7 @@ PASSES = (
     read_tokens,  # dynamic: linear layers whose sources the model fake-quantizes by tokens
     quantize_rows,  # dynamic: what a configuration wants so, with functions and additions behind it
     leave_lengths,  # dynamic or float: products of values whose range depends on sizes
+    join_rotaries,  # float: a rotary position embedding is one operation
     find_units,  # recurrent modules
     fuse,  # operations become layers: batch norm, add and relu join their matmul
     leave_angles,  # float: angles of many periods

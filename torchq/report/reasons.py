@@ -76,6 +76,7 @@ ATTENTION_SCALE = "its scale {scale} is not above 0"
 MASK_DTYPE = "its mask is {dtype}, neither float32, bfloat16 nor bool"
 CACHED = "it reads keys or values that a cache keeps in float"
 GROWS = "a cache keeps its keys or values in float"
+ROTARY = "it turns queries or keys by their positions, in one operation of float32"
 
 # Sums that an int32 may not hold
 TOO_LONG = "it sums more than {products} products, which could overflow int32"

@@ -117,6 +117,12 @@ def _(src: Tensor, output_size: Sequence[int], dst_dtype: int | None) -> Tensor:
     return _fake_pooled(src, [*src.shape[:2], *output_size], dst_dtype)
 
 
+@fake("rotary")
+def _(src: Tensor) -> Tensor:
+    dst = torch.empty_like(src)
+    return dst if dst.stride(-1) == 1 and not src.is_contiguous() else src.new_empty(src.shape)
+
+
 @fake("rnn")
 def _(
     src: Tensor,

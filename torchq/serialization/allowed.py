@@ -77,8 +77,8 @@ _LESS = {
 """Overloads that are not safe, though their names are in the table, and why."""
 _REPLACED = {"new_empty": "new_zeros", "empty": "zeros", "empty_like": "zeros_like"}
 """Names in files of earlier versions: these read memory that nobody wrote."""
-OWN = ("embedding", "embedding_bag")
-"""Ops of torchq that a float graph calls; their modules are there when it is captured."""
+OWN = ("embedding", "embedding_bag", "rotary")
+"""Ops of torchq that a graph calls without a module of torchq."""
 
 DTYPES = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn}
