@@ -101,6 +101,11 @@ def _attention(m: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return (q @ k.transpose(1, 2) / 4 + mask).softmax(-1) @ v
 
 
+def _rotary(m: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x = m.linear(x)
+    return x * cos + torch.cat([-x[..., 8:], x[..., :8]], -1) * sin
+
+
 def _step(m: Any, q: Tensor, k: Tensor, cache: Tensor) -> Tensor:
     return m.linear(q) @ torch.cat([cache, k], 1).transpose(1, 2)
 
@@ -160,6 +165,11 @@ EXAMPLES = {
     "leave_lengths": Example(
         lambda: Model(lambda m, x: m.head(m.linear(x).sum(1)), **_linears(linear=16, head=4)),
         _rows(),
+    ),
+    "join_rotaries": Example(
+        lambda: Model(_rotary, **_linears(linear=16)),
+        {name: torch.ones(2, 8, 16) for name in ("x", "cos", "sin")},
+        QConfig(dynamic=True),
     ),
     "find_units": Example(_recurrent, _rows()),
     "fuse": Example(lambda: Model(_residual, conv=_conv(), norm=nn.BatchNorm2d(4)), _IMAGE),

@@ -193,6 +193,7 @@ VALID: list[tuple[str, list[str]]] = [
     ("layer_norm", [U8_4D, "1", "tensor((5,))", "None", "1e-5", S2, Z2, "0", "''"]),
     ("layer_norm", [F_4D, "2", "None", "None", "1e-5", S2, Z2, "0", "''"]),
     ("rms_norm", [U8_4D, "1", "tensor((5,))", "1e-5", S2, Z2, "0", "''"]),
+    ("rotary", ["tensor((2, 4, 5, 6))", "tensor((2, 1, 5, 6))", "tensor((5, 6))"]),
     ("softmax", [F_4D, "1", "True", S2, Z2, "0", "''"]),
     ("group_norm", [F_4D, "2", "None", "tensor((4,))", "1e-5", S2, Z2, "6", "''"]),
     ("group_norm", [U8_4D, "2", "tensor((4,))", "None", "1e-5", S2, Z2, "0", "''"]),

@@ -82,6 +82,11 @@ def test_matrix_products(isa: str, channels: int):
         check(lambda a=(x, four, bias): TF.dynamic_linear_int4(*a), rows)
 
 
+def test_rotary(isa: str):
+    check(lambda: torch.ops.torchq.rotary(X, V, X.roll(7)))
+    check(lambda: torch.ops.torchq.rotary(torch.stack([X, V]), V, X))
+
+
 def test_normalizations(isa: str):
     src, attr = random_q((4, 60, 5), U8), Attr().set_scales("src", 0, 0.1)
     mean, variance = torch.randn(60), torch.rand(60)

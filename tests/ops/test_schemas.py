@@ -100,6 +100,7 @@ reduction(Tensor src, str alg, int[] dims, bool keepdim, Tensor scales, Tensor z
 int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor
 resampling(Tensor src, str alg, int[] size, Tensor scales, Tensor zero_points, int dst_dtype, \
 str post_ops, Tensor[]? post_op_srcs=None) -> Tensor
+rotary(Tensor src, Tensor cos, Tensor sin) -> Tensor
 attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float scale, \
 Tensor scales, Tensor zero_points, int dst_dtype) -> Tensor
 dynamic_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, \

@@ -127,6 +127,10 @@ REFUSED = {
         ),
         f"torchq.conv: {TOO_LARGE}",
     ),
+    "rotary": (
+        lambda: ops.rotary(*[torch.empty(0, 1, 2).expand(0, 2**62, 2)] * 3),
+        f"torchq.rotary: {TOO_LARGE}",
+    ),
     "layer_norm": (
         lambda: ops.layer_norm(
             *(WIDE, 2, None, None, 1e-5, of(2, dtype=FLOAT), torch.zeros(2, dtype=INT), 0, "")

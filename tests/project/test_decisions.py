@@ -47,6 +47,12 @@ SHOWN = {
         "x:0:input linear:1:known sum:2:float head:3:known",
         "x:0:input linear:1:known sum:2:float head:3:dynamic",
     ),
+    "join_rotaries": (
+        "x:0:input cos:1:input sin:2:input linear:3:dynamic mul:4:known slice:5:known neg:6:known "
+        "slice:7:known cat:8:known mul:9:known add:10:known",
+        "x:0:input cos:1:input sin:2:input linear:3:dynamic mul:4:float slice:4:float neg:4:float "
+        "slice:4:float cat:4:float mul:4:float add:4:float",
+    ),
     "find_units": (
         "x:0:input lstm:1:float getitem:2:known head:3:known",
         "x:0:input lstm:1:int8 getitem:2:known head:3:known",

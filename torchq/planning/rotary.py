@@ -41,14 +41,16 @@ def join_rotaries(plan: Plan) -> Plan:
     used.update(name for name, _ in plan.captured.model.named_modules())
     for op in plan.ops.values():
         found = _match(op.node)
-        if found is None or not _is_float_alike(plan, [op, *map(plan.ops.get, found.inside)]):
+        parts = [] if found is None else [ops[node] for node in found.inside if node in ops]
+        if found is None or len(parts) < len(found.inside) or not _is_float(plan, [op, *parts]):
             continue
-        for node in found.inside:
-            del ops[node]
+        for part in parts:
+            del ops[part.node]
         name = _free_name(f"{op.node.meta['scope']}.rotary".lstrip("."), used)
         ops[op.node] = replace(
             op, role=Role.OPAQUE, module=Rotary(), srcs=found.srcs, name=name, base=name,
             kind="rotary", reason=reasons.OVERRIDE if op.requested else reasons.ROTARY,
+            absorbed=tuple(parts),
         )  # fmt: skip
     return replace(plan, ops=ops)
 
@@ -61,13 +63,12 @@ def _free_name(first: str, used: set[str]) -> str:
     return name
 
 
-def _is_float_alike(plan: Plan, parts: list[Op | None]) -> bool:
+def _is_float(plan: Plan, ops: list[Op]) -> bool:
     """Return whether functions of the graph, all with one configuration, leave products in float.
 
     The reason must not change with calibration, as that of a report would.
     """
-    ops = [op for op in parts if op is not None and op.owner is None]
-    if len(ops) < len(parts):
+    if any(op.owner is not None for op in ops):
         return False
     config, is_chosen = plan.config(ops[0].base), plan.is_chosen(ops[0].base)
     for op in ops:

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <numeric>
 #include <utility>
 
@@ -104,13 +105,18 @@ class Walk {
   Strides order_, sizes_;  // dimensions in front of the last, that of the largest stride first
 };
 
+/// The one NaN of kernels/math.h for any other.
+inline float with_one_nan(float value) {
+  return value == value ? value : std::numeric_limits<float>::quiet_NaN();
+}
+
 /// One row of 2 * half values. The products are rounded before the sum, as torch's are.
 void rotate(const float* src, const float* cos, const float* sin, int64_t half,
             float* __restrict dst) {
   for (int64_t i = 0; i < half; ++i) {
     const float low = src[i], high = src[i + half];
-    dst[i] = low * cos[i] - high * sin[i];
-    dst[i + half] = high * cos[i + half] + low * sin[i + half];
+    dst[i] = with_one_nan(low * cos[i] - high * sin[i]);
+    dst[i + half] = with_one_nan(high * cos[i + half] + low * sin[i + half]);
   }
 }
 
