@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import time
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,30 @@ def test_damaged_tensors(key: str, value: Tensor | None, message: str, tmp_path:
     safetensors.save_file(_changed(tensors, key, value), tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=message):
         torchq.from_compressed_tensors(tmp_path)
+
+
+def test_many_names_beside_many_4_bit_layers(tmp_path: Path) -> None:
+    """Each layer's name was looked for at each character of each other name: 1 MB took minutes."""
+    config = transformers.BertConfig(
+        vocab_size=8,
+        hidden_size=8,
+        num_hidden_layers=40,
+        num_attention_heads=1,
+        intermediate_size=8,
+    )
+    model = transformers.BertModel(config)
+    model.save_pretrained(tmp_path)
+    tensors = {f"x{i}{'a' * 300}": torch.zeros(0) for i in range(2000)}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            tensors[f"{name}.weight"] = torch.ones(8, 8, dtype=torch.int8)
+            tensors[f"{name}.weight_scale"] = torch.ones(8, 1)
+    safetensors.save_file(tensors, tmp_path / "model.safetensors")
+    configure(tmp_path, {"g": {"targets": ["Linear"], "weights": {**WEIGHTS, "num_bits": 4}}})
+    begin = time.process_time()
+    loaded = torchq.from_compressed_tensors(tmp_path)
+    assert time.process_time() - begin < 5
+    assert len(leaves(loaded)) == 241
 
 
 def test_damaged_folders(tmp_path: Path) -> None:

@@ -121,3 +121,13 @@ def test_threads_do_not_share_the_room() -> None:
             made = [*pool.map(cat, itertools.repeat(start, 8), parts)]
         for grown, part in zip(made, parts, strict=True):
             assert torch.equal(grown[:, :, ROWS:], part)
+
+
+def test_views_of_another_dtype_are_copied() -> None:
+    """The room of a result is counted in its elements: of bytes, the end of a view is within."""
+    cat = CachedCat(0)
+    start = cat(torch.ones(1 << 20), torch.ones(4))
+    kept = start.clone()
+    cached, more = start.view(torch.uint8)[: len(start)], torch.zeros(40, dtype=torch.uint8)
+    assert torch.equal(cat(cached, more), torch.cat((cached, more)))
+    assert torch.equal(start, kept)

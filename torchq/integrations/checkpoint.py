@@ -76,7 +76,7 @@ def read_leaves(files: Iterable[str] | None) -> dict[str, nn.Module]:
         for key, spec in specs.items():
             if (version := read_spec(spec).get("version")) != LAYOUT_VERSION:
                 raise _refused(paths, f"'{key}' of layout version {version}, not {LAYOUT_VERSION}")
-        with limited_placeholders(sum(map(os.path.getsize, paths))):
+        with limited_placeholders(_bytes_of(paths)):
             leaves = quantized_modules(specs)
         states = {
             name: {key: stored_name(name, key, places) for key in leaf.state_dict()}
@@ -108,6 +108,12 @@ def refusing(files: Iterable[str] | None) -> Iterator[None]:
         if str(error).startswith("torchq.TorchqConfig"):
             raise
         raise _refused(list(files or ()), f"{type(error).__name__}: {error}") from error
+
+
+def _bytes_of(paths: Iterable[str]) -> int:
+    """Return the size of files; an index may name one in many ways, such as "./a" for "a"."""
+    found = map(os.stat, paths)
+    return sum({(own.st_dev, own.st_ino): own.st_size for own in found}.values())
 
 
 def _opened(path: str) -> Any:

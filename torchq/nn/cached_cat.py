@@ -64,10 +64,11 @@ class _Room:
     """The whole tensor of a result, and what of it is free.
 
     Attributes:
-        shape, strides: of the whole tensor.
+        dtype, shape, strides: of the whole tensor; a view may have other ones.
         free: the first row that no result has; none while a call writes.
     """
 
+    dtype: torch.dtype
     shape: torch.Size
     strides: tuple[int, ...]
     free: list[int]
@@ -88,7 +89,7 @@ def _gains(cached: Tensor, more: Tensor, dim: int) -> bool:
 def _written_behind(cached: Tensor, more: Tensor, dim: int) -> Tensor | None:
     """Return the result in the room behind ``cached``; None if there is none."""
     room: _Room | None = getattr(cached.untyped_storage(), _ROOM, None)
-    if room is None or cached.stride() != room.strides:
+    if room is None or (cached.dtype, cached.stride()) != (room.dtype, room.strides):
         return None
     if cached.is_inference() and not torch.is_inference_mode_enabled():  # torch would refuse
         return None
@@ -121,6 +122,6 @@ def _with_room(cached: Tensor, more: Tensor, dim: int) -> Tensor:
     whole = cached.new_empty(shape)
     whole.narrow(dim, 0, rows).copy_(cached)
     whole.narrow(dim, rows, count).copy_(more)
-    room = _Room(whole.shape, whole.stride(), [rows + count])
+    room = _Room(whole.dtype, whole.shape, whole.stride(), [rows + count])
     setattr(whole.untyped_storage(), _ROOM, room)
     return whole.narrow(dim, 0, rows + count)
