@@ -25,7 +25,7 @@ from torchq.report import reasons
 
 
 class _Match(NamedTuple):
-    """What an addition reads: the sources of the whole, and the nodes in between."""
+    """The sources of the embedding that an addition ends, and the nodes in between."""
 
     srcs: list[fx.Node]
     inside: list[fx.Node]
