@@ -207,7 +207,7 @@ TORCH_LIBRARY(torchq, m) {
       "int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor",
       tags);
 
-  // Of float32 alone; the formula is in ops/rows/rotary.cpp.
+  // Computes in float32; the formula is in ops/rows/rotary.cpp.
   m.def("rotary(Tensor src, Tensor cos, Tensor sin) -> Tensor", tags);
 
   // For the checks of loaded weights (torchq.functional.packing.unproven); exported programs do not

@@ -87,6 +87,15 @@ def test_rotary(isa: str):
     check(lambda: torch.ops.torchq.rotary(torch.stack([X, V]), V, X))
 
 
+def test_pools_and_reductions(isa: str):
+    src = torch.stack([X, V, X.roll(7)])[None]
+    check(lambda: TF.max_pool(src, 2))
+    check(lambda: TF.avg_pool(src, 3))
+    check(lambda: TF.adaptive_avg_pool(src, 4))
+    for alg in ("sum", "max", "min", "mean"):
+        check(lambda alg=alg: TF.reduction(src, alg, [1], dst_dtype=F32))
+
+
 def test_normalizations(isa: str):
     src, attr = random_q((4, 60, 5), U8), Attr().set_scales("src", 0, 0.1)
     mean, variance = torch.randn(60), torch.rand(60)

@@ -99,6 +99,8 @@ def test_modes_of_torch() -> None:
     compiled = torch.compile(cat, backend="eager", fullgraph=True)
     assert torch.equal(compiled(start, more), wanted)
     assert torch.equal(torch.jit.script(cat)(start, more), wanted)
+    traced = torch.jit.trace(cat, (cat(values(0), prompt), more))
+    assert torch.equal(traced(start[:, :, :5], more), torch.cat((prompt[:, :, :5], more), 2))
 
 
 def test_other_shapes_and_dtypes_are_torch_cats_to_judge() -> None:

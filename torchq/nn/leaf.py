@@ -66,7 +66,7 @@ def take_hooks(new: nn.Module, module: nn.Module) -> nn.Module:
     return new
 
 
-def _is_traced() -> bool:
+def is_traced() -> bool:
     """Return True while calls of operators are recorded: a tracer does not know FloatWeight."""
     return is_compiling() or _get_tracing_state() is not None
 
@@ -138,7 +138,7 @@ class Leaf(nn.Module):
             return self._weight_values()
         else:
             found = self._read.weight
-            return self._read_weight() if found is None or _is_traced() else found
+            return self._read_weight() if found is None or is_traced() else found
 
     @property
     def bias(self) -> Tensor | None:
@@ -147,10 +147,10 @@ class Leaf(nn.Module):
             return self._bias_values()
         else:
             found = self._read.bias
-            return self._read_bias() if found is None or _is_traced() else found
+            return self._read_bias() if found is None or is_traced() else found
 
     def _read_weight(self) -> Tensor:
-        if _is_traced():
+        if is_traced():
             return self._weight_values()
         shape = self._weight_shape()
         self._read.weight = FloatWeight(self._weight_values, shape, "weight", self._weight_dtype())
@@ -158,7 +158,7 @@ class Leaf(nn.Module):
 
     def _read_bias(self) -> Tensor | None:
         value = self._bias_values()
-        if value is not None and not _is_traced():
+        if value is not None and not is_traced():
             dtype = value.dtype
             value = self._read.bias = FloatWeight(self._bias_values, value.shape, "bias", dtype)
         return value

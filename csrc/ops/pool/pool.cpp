@@ -171,7 +171,7 @@ void plain_windows(const Kernels& tier, const PoolRow& p, bool average, int64_t 
   if (is_int8(p.dst_dtype)) return average ? tier.avg_pool(p) : tier.max_pool(p);
   wide_windows(p, average, shift, [&](int64_t i, double y) {
     if (p.dst_dtype == DType::f32) {
-      static_cast<float*>(p.dst)[i] = static_cast<float>(y);
+      static_cast<float*>(p.dst)[i] = with_one_nan(static_cast<float>(y));
     } else {
       using Limits = std::numeric_limits<int32_t>;
       const double q = std::clamp<double>(std::nearbyint(y), Limits::min(), Limits::max());

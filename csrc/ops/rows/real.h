@@ -16,6 +16,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <optional>
 #include <type_traits>
 
@@ -125,6 +126,11 @@ template <class Compute>
 void store_rows(const RealOutput& out, int64_t rows, int64_t n, const Compute& compute) {
   parallel_ranges(rows, threads_for(rows * n, tuning::kRealGrain),
                   [&](Range range) { store_range(out, range, n, compute); });
+}
+
+/// The one NaN of kernels/math.h for any other.
+inline float with_one_nan(float value) {
+  return value == value ? value : std::numeric_limits<float>::quiet_NaN();
 }
 
 /// In which results of a reduction of T are kept: sums of integers are exact.

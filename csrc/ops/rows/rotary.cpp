@@ -5,11 +5,11 @@
 
 #include <algorithm>
 #include <array>
-#include <limits>
 #include <numeric>
 #include <utility>
 
 #include "kernels/cpu_tuning.h"
+#include "ops/rows/real.h"
 #include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 #include "runtime/dispatch.h"
@@ -104,11 +104,6 @@ class Walk {
   std::array<const Rows*, 3> operands_;
   Strides order_, sizes_;  // dimensions in front of the last, that of the largest stride first
 };
-
-/// The one NaN of kernels/math.h for any other.
-inline float with_one_nan(float value) {
-  return value == value ? value : std::numeric_limits<float>::quiet_NaN();
-}
 
 /// One row of 2 * half values. The products are rounded before the sum, as torch's are.
 void rotate(const float* src, const float* cos, const float* sin, int64_t half,
