@@ -61,9 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     usual = [name for name in SHAPES if name != "tiny"]
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=usual)
     parser.add_argument("--contender", nargs="+", metavar="NAME", help="words of their names")
-    parser.add_argument("--prompts", type=int, nargs="+", default=[32, 512], help="in tokens")
-    parser.add_argument("--count", type=int, default=64, help="of tokens to generate, 2 or more")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompts", type=int, nargs="+", default=[32, 256], help="in tokens")
+    parser.add_argument("--count", type=int, default=32, help="of tokens to generate, 2 or more")
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--folder", help="keeps the models; what is there is not written again")
     parser.add_argument("--json", help="file for the results")

@@ -124,8 +124,8 @@ class _Quantizer(TorchqQuantizer):
                 self._float[name] = model.get_submodule(name)
                 model.set_submodule(name, nn.Identity())  # the leaf reads the file itself
         # one pattern, from the start: each of many would be tried at each character of each name
-        names = "|".join(map(re.escape, self._float))
-        model._keys_to_ignore_on_load_unexpected.add(rf"^(?:{names})\.(?:weight|bias)$")
+        if names := "|".join(map(re.escape, self._float)):
+            model._keys_to_ignore_on_load_unexpected.add(rf"^(?:{names})\.(?:weight|bias)$")
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear):
                 self._reasons[name] = "" if name in self._layers else reasons.FLOAT_IN_FOLDER

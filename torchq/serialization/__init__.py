@@ -167,7 +167,8 @@ def _loaded(
         if not is_short(alias):
             raise ValueError(f"names of its tensors are too long, got {alias[:60]!r}")
         state[alias] = state[name]
-    # torch writes what a fused fake quantizer observes by the sizes of its source
+    # torch writes what a fused fake quantizer observes by the sizes of its source. Each once: a
+    # tensor of a file may have many names.
     flags = {id(t): t for name, t in state.items() if name.rpartition(".")[2] in FLAGS}
     for flag in flags.values():
         flag.zero_()

@@ -4,8 +4,8 @@
 //
 // A tile takes panels that are far apart, one of each NP-th part of the weights, so that memory is
 // read as NP streams that continue from tile to tile. Streams of neighbouring panels end after each
-// of them. One row, 896->4864, out of memory, Zen 4: 110 us with four streams, 130 with
-// two, 135 with one, 197 with four neighbours.
+// of them. One row, 896->4864, out of memory, Zen 4: 110 us with four streams, 130 with two, 135
+// with one, 197 with four neighbours.
 #pragma once
 
 #include "kernels/common.h"

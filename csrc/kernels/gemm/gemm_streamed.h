@@ -9,9 +9,9 @@
 // broadcast takes as long as a load of 64 bytes, and there are two a cycle. Zen 5, with one, two,
 // three and four rows: 768 -> 768 alone in a loop 1.20x, 1.06x, 1.09x and 1.05x faster, as whole
 // ops 1.07x, 1.06x, 1.05x and 1.00x; 512 -> 512 alone 1.18x, 1.06x, 1.20x and 1.02x. The placement
-// of 4 KB pages in L2 makes as much difference. Zen 4, whole ops of one, two and four rows: from
-// L2 1.03x, 1.02x and 1.00x faster, with weights of 2 MB 1.09x, 1.06x and 1.00x, with 16
-// MB 1.18x, 1.20x and 1.03x.
+// of 4 KB pages in L2 makes as much difference. Zen 4, whole ops of one, two and four rows: from L2
+// 1.03x, 1.02x and 1.00x faster, with weights of 2 MB 1.09x, 1.06x and 1.00x, with 16 MB 1.18x,
+// 1.20x and 1.03x. All of these with three streams; a fourth one: kStreams in cpu_tuning.h.
 #pragma once
 
 #include "kernels/cpu_tuning.h"
