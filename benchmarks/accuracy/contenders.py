@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import torchq
 from benchmarks.accuracy.task import Task
+from benchmarks.inference.runtimes import nncf_quantized
 
 __all__ = ["contenders"]
 
@@ -80,18 +81,12 @@ def _onnx_runtime(task: Task, static: bool) -> nn.Module:
 
 
 def _nncf(task: Task) -> nn.Module:
-    import nncf
     import openvino
 
     with _quiet():
         model = openvino.convert_model(task.model, example_input=_parts(task.timed))
         items = [[x.numpy() for x in _parts(src)] for src in task.calibration]
-        kind = nncf.ModelType.TRANSFORMER if task.is_transformer else None
-        small = nncf.quantize(
-            model, nncf.Dataset(items), subset_size=len(items), model_type=kind,
-            preset=nncf.QuantizationPreset.MIXED,
-        )  # fmt: skip
-        return _OpenVino(small)
+        return _OpenVino(nncf_quantized(model, items, task.is_transformer))
 
 
 def _export(task: Task, path: Path) -> None:

@@ -2,9 +2,9 @@
 """Whole networks of the zoo in torchq, beside float and the int8 of torch.ao and two runtimes.
 
 Everyone gets the same float weights, the same calibration data and the same inputs, one at a time.
-torch.ao converts with its FX flow and x86 engine; ONNX Runtime and OpenVINO run a QDQ model that
-ONNX Runtime quantized. The output SQNR is the power of the float outputs by that of the difference.
-Peers that are not installed are left out, converted models are kept in build/zoo.
+torch.ao converts with its FX flow and x86 engine, ONNX Runtime with its static quantizer, OpenVINO
+runs what NNCF quantized. The output SQNR is the power of the float outputs by that of the
+difference. Peers that are not installed are left out, files of runtimes are kept in build/zoo.
 """
 
 from __future__ import annotations
@@ -104,8 +104,9 @@ def _in_process(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _print(result: Measured) -> None:
     print(f"{result.model}: {result.macs / 1e9:.3f} GMAC, {result.int8_share:.1%} in int8")
+    seconds = ", ".join(f"{n} {s:.1f}" for n, s in result.seconds.items())
     sizes = (result.float_bytes / 1e6, result.torchq_bytes / 1e6)
-    print(f"  size {sizes[0]:.1f} -> {sizes[1]:.1f} MB, quantized in {result.seconds:.1f} s")
+    print(f"  size {sizes[0]:.1f} -> {sizes[1]:.1f} MB, quantized in s: {seconds}")
     print("  output SQNR, dB: " + ", ".join(f"{n} {db:.1f}" for n, db in result.sqnr_db.items()))
     for threads, times in result.times.items():
         line = ", ".join(f"{name} {ms:.3f}" for name, ms in times.items())

@@ -30,14 +30,21 @@ Output SQNR is the power of the float outputs by that of the difference. Times a
 contenders in turns in one run; **bold** is the best of its row. float is eager PyTorch in the
 faster memory layout. torch.ao is its FX flow with the x86 engine; LSTMs, and what it cannot trace,
 it quantizes dynamically: {dynamic}.
-ONNX Runtime and OpenVINO run one QDQ model that ONNX Runtime quantized; an LSTM only dynamically.
+ONNX Runtime runs a QDQ model of its own quantizer, an LSTM only dynamically. OpenVINO runs what
+NNCF quantized, with its type for transformers where the model is one.
 torch.ao has its transposed convolutions (unet) and the functions sigmoid and tanh (audio) in float:
 in torch 2.13 its integer kernels of the former compute something else, and the sources of the
 latter, behind a chunk, get the range of their results. With them it had 3 dB and 7 dB.
 """
 
+_TOOLS = {"torchq": "torchq", "torch_ao": "torch.ao", "onnxruntime": "ORT", "openvino": "OpenVINO"}
 _TIMES = ("float", "torchq", "torchq_script", "torch_ao", "torch_ao_jit", "onnxruntime", "openvino")
 _TITLES = ("float", "torchq", "torchq script", "torch.ao", "torch.ao jit", "ORT", "OpenVINO")
+
+
+_CONVERSION = """From the float model and 16 inputs to the int8 model or its file, on one thread; imports, export
+and calibration are included. torch.ao makes its dynamic models without data.
+"""
 
 
 def page(rows: Sequence[dict[str, Any]]) -> str:
@@ -53,6 +60,7 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
         dynamic=", ".join(row["model"] for row in once if NETWORKS[row["model"]].dynamic),
     )
     parts = [head, "## Precision and size\n", _quality(once)]
+    parts += ["## Time to quantize, s\n", _CONVERSION, _seconds(once)]
     for count in threads:
         some = [row for row in rows if row["threads"] == count]
         parts += [f"## Time on {count} thread{'s' if count > 1 else ''}, ms\n", _times(some)]
@@ -74,18 +82,23 @@ def table(titles: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def _quality(rows: Sequence[dict[str, Any]]) -> str:
-    names = ("torchq", "torch_ao", "onnxruntime", "openvino")
     titles = ["model", "input", "GMAC", "in int8", "float MB", "int8 MB"]
-    titles += [f"SQNR dB {name}" for name in ("torchq", "torch.ao", "ORT", "OpenVINO")]
+    titles += [f"SQNR dB {name}" for name in _TOOLS.values()]
     lines = []
     for row in rows:
         sizes = [f"{row[key] / 1e6:.1f}" for key in ("float_bytes", "torchq_bytes")]
         shares = [f"{row['macs'] / 1e9:.3f}", f"{row['int8_mac_share']:.1%}"]
-        found = [row["sqnr_db"].get(name) for name in names]
+        found = [row["sqnr_db"].get(name) for name in _TOOLS]
         network = NETWORKS[row["model"]]
         source = f"{network.batch} x {network.source}" if network.batch > 1 else str(network.source)
         lines.append([row["model"], f"`{source}`", *shares, *sizes, *_figures(found, 1, max)])
     return table(titles, lines)
+
+
+def _seconds(rows: Sequence[dict[str, Any]]) -> str:
+    found = {row["model"]: [row["quantize_seconds"].get(name) for name in _TOOLS] for row in rows}
+    lines = ([name, *_figures(seconds, 1, min)] for name, seconds in found.items())
+    return table(["model", *_TOOLS.values()], lines)
 
 
 def _times(rows: Sequence[dict[str, Any]]) -> str:

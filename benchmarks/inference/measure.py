@@ -22,19 +22,19 @@ from torch import Tensor, nn
 import torchq
 from benchmarks import models
 from benchmarks.inference import quality, runtimes, torch_ao
-from benchmarks.inference.runtimes import Runtime, int8_onnx
+from benchmarks.inference.runtimes import Runtime, int8_onnx, int8_openvino
 from benchmarks.models import NETWORKS
-from benchmarks.timing import Blocks, Plan, call_blocks, interleave
+from benchmarks.timing import Plan, call_blocks, interleave
 
 __all__ = ["PEERS", "WAYS", "Measured", "measure"]
 
 PEERS = {
-    "torch_ao": "torch.ao",
-    "torch_ao_jit": "torch.ao",
-    "onnxruntime": "onnxruntime",
-    "openvino": "openvino",
+    "torch_ao": ("torch.ao",),
+    "torch_ao_jit": ("torch.ao",),
+    "onnxruntime": ("onnx", "onnxruntime"),
+    "openvino": ("openvino", "nncf"),
 }
-"""Name -> what must be installed, next to onnx for the last two."""
+"""Name -> what must be installed."""
 
 _CACHE = Path(__file__).resolve().parents[2] / "build" / "zoo"
 _EVALUATED = 8  # inputs
@@ -56,7 +56,8 @@ class Measured:
         float_layers: what torchq left in float.
         sqnr_db: output SQNR of torchq and each peer.
         float_bytes, torchq_bytes: sizes on disk.
-        seconds: torchq.quantize took, calibration included.
+        seconds: contender -> what it took to quantize the model, calibration included; absent
+            where it was found in the cache.
         times: threads -> contender -> milliseconds.
         failures: contender -> why it has no figures.
     """
@@ -67,7 +68,7 @@ class Measured:
     sqnr_db: dict[str, float] = field(default_factory=dict)
     float_bytes: int = 0
     torchq_bytes: int = 0
-    seconds: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
     times: dict[int, dict[str, float]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
@@ -124,7 +125,7 @@ def measure(
 class _Run:
     def __init__(self, name: str, peers: list[str], small: bool, ways: tuple[str, ...]) -> None:
         network = NETWORKS[name]
-        self.peers, self.dynamic, self.ways = peers, network.dynamic, ways
+        self.peers, self.network, self.ways = peers, network, ways
         self.batch = network.batch
         self.float, self.batches = network.build(small), network.calibration(small)
         self.inputs = network.inputs(_EVALUATED, small=small)
@@ -139,9 +140,9 @@ class _Run:
         found: dict[str, Model] = {}
         for make in (self._torchq, self._torch_ao):
             found |= make()
-        path = self._onnx()
+        files = self._files()
         for count in threads:
-            self.result.times[count] = self._time(found, path, count, plan)
+            self.result.times[count] = self._time(found, files, count, plan)
         return self.result
 
     def _outputs(self, model: Model) -> list[Tensor]:
@@ -151,7 +152,7 @@ class _Run:
         with self._failing("torchq"):
             start = time.perf_counter()
             converted = torchq.quantize(self.float, self.batches, self.batches[0][: self.batch])
-            self.result.seconds = time.perf_counter() - start
+            self.result.seconds["torchq"] = time.perf_counter() - start
             self.result.float_layers = quality.float_layers(converted, self.counts)
             self.result.torchq_bytes = quality.int8_bytes(converted)
             outputs = self._outputs(converted)
@@ -186,7 +187,9 @@ class _Run:
         if not {"torch_ao", "torch_ao_jit"}.intersection(self.peers):
             return {}
         with self._failing("torch_ao"):
-            model = torch_ao.quantized(self.float, self.batches, self.dynamic, self.folder)
+            start = time.perf_counter()
+            model = torch_ao.quantized(self.float, self.batches, self.network.dynamic)
+            self.result.seconds["torch_ao"] = time.perf_counter() - start
             outputs = self._outputs(model)
             self.result.sqnr_db["torch_ao"] = torchq.sqnr(self.expected, outputs)
             found: dict[str, Model] = {"torch_ao": model} if "torch_ao" in self.peers else {}
@@ -196,15 +199,25 @@ class _Run:
             return found
         return {}
 
-    def _onnx(self) -> Path | None:
-        if not {"onnxruntime", "openvino"}.intersection(self.peers):
-            return None
-        with self._failing("onnxruntime", "openvino"):
-            return int8_onnx(self.float, self.batches, self.folder, batch=self.batch)
-        return None
+    def _files(self) -> dict[str, Path]:
+        """The models of the runtimes, each quantized by its own tool."""
+        common = (self.float, self.batches, self.folder)
+        is_transformer = self.network.requires == "transformers"
+        makers = {
+            "onnxruntime": lambda: int8_onnx(*common, self.batch),
+            "openvino": lambda: int8_openvino(*common, is_transformer, self.batch),
+        }
+        found = {}
+        for name in filter(self.peers.__contains__, makers):
+            with self._failing(name):
+                start = time.time()
+                found[name] = makers[name]()
+                if found[name].stat().st_mtime > start:
+                    self.result.seconds[name] = time.time() - start
+        return found
 
     def _time(
-        self, found: dict[str, Model], path: Path | None, threads: int, plan: Plan
+        self, found: dict[str, Model], files: dict[str, Path], threads: int, plan: Plan
     ) -> dict[str, float]:
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
@@ -212,31 +225,16 @@ class _Run:
             with torch.inference_mode(), contextlib.ExitStack() as stack:
                 blocks = {name: call_blocks(model, (self.src,)) for name, model in found.items()}
                 blocks["float"] = call_blocks(self._faster_float(), (self.src,))
-                for name in ("onnxruntime", "openvino"):
-                    if path is not None and name in self.peers:
-                        blocks |= self._runtime(name, path, threads, stack)
+                for name, path in files.items():
+                    with self._failing(name):
+                        runtime = Runtime(name, path, self.inputs, threads, self.batch)
+                        stack.enter_context(runtime)
+                        self.result.sqnr_db[name] = torchq.sqnr(self.expected, runtime.outputs)
+                        blocks[name] = runtime.blocks
                 samples = interleave(blocks, plan)
         finally:
             torch.set_num_threads(before)
         return {name: 1e-3 * sample.median for name, sample in samples.items()}
-
-    def _runtime(
-        self, name: str, path: Path, threads: int, stack: contextlib.ExitStack
-    ) -> dict[str, Blocks]:
-        """OpenVINO crashes on some models (concatenations of batch norms); it gets another try."""
-        with self._failing(name):
-            try:
-                runtime = Runtime(name, path, self.inputs, threads, self.batch)
-            except RuntimeError as error:
-                if name != "openvino" or self.dynamic:
-                    raise
-                self.result.failures["openvino, but for its convolutions"] = str(error)
-                path = int8_onnx(self.float, self.batches, self.folder, True, self.batch)
-                runtime = Runtime(name, path, self.inputs, threads, self.batch)
-            stack.enter_context(runtime)
-            self.result.sqnr_db[name] = torchq.sqnr(self.expected, runtime.outputs)
-            return {name: runtime.blocks}
-        return {}
 
     def _faster_float(self) -> nn.Module:
         """The model in the layout that suits it: contiguous or channels-last."""
@@ -285,5 +283,4 @@ def _fingerprint() -> str:
 
 
 def installed(peer: str) -> bool:
-    needed = [PEERS[peer]] if peer.startswith("torch") else ["onnx", "onnxruntime", PEERS[peer]]
-    return all(importlib.util.find_spec(package) is not None for package in needed)
+    return all(importlib.util.find_spec(package) is not None for package in PEERS[peer])

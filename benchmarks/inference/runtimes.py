@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ONNX Runtime and OpenVINO: the model as ONNX, quantized by ONNX Runtime, in their processes."""
+"""ONNX Runtime and OpenVINO in processes of their own, with models that their tools quantized."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Runtime", "export", "int8_onnx"]
+__all__ = ["Runtime", "export", "int8_onnx", "int8_openvino", "nncf_quantized"]
 
-_MATMUL = ["Conv", "ConvTranspose", "Gemm", "MatMul"]
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -94,28 +93,51 @@ class Runtime:
         return line.strip()
 
 
-def int8_onnx(
-    model: nn.Module,
-    batches: list[Tensor],
-    folder: Path,
-    only_matmul: bool = False,
-    batch: int = 1,
-) -> Path:
-    """The file of the quantized model; made if it is not in ``folder`` yet.
+def int8_onnx(model: nn.Module, batches: list[Tensor], folder: Path, batch: int = 1) -> Path:
+    """Return the file of what ONNX Runtime quantizes; made if it is not in ``folder`` yet.
 
     Static, QDQ, u8 activations by their minimum and maximum, s8 weights per channel; a model with
-    an LSTM is quantized dynamically, which is all that ONNX Runtime has for it. With
-    ``only_matmul``, nothing but convolutions and matrix products. It takes ``batch`` inputs.
+    an LSTM is quantized dynamically, which is all that ONNX Runtime has for it. It takes ``batch``
+    inputs.
     """
-    path = folder / ("int8-matmul.onnx" if only_matmul else "int8.onnx")
+    path = folder / "int8.onnx"
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch, _quiet():
-            plain, fresh = Path(scratch) / "float.onnx", Path(scratch) / "int8.onnx"
+        with _scratch(folder) as scratch:
+            plain, fresh = scratch / "float.onnx", scratch / "int8.onnx"
             export(model, batches[0][:batch], plain)
-            _quantize(model, plain, fresh, batches, _MATMUL if only_matmul else None, batch)
+            _quantize(model, plain, fresh, batches, batch)
             fresh.replace(path)
     return path
+
+
+def int8_openvino(
+    model: nn.Module, batches: list[Tensor], folder: Path, is_transformer: bool, batch: int = 1
+) -> Path:
+    """Return the file of what NNCF quantizes for OpenVINO; made if it is not in ``folder`` yet."""
+    import openvino
+
+    path = folder / "int8.xml"
+    if not path.exists():
+        with _scratch(folder) as scratch:
+            src = batches[0][:batch]
+            plain = openvino.convert_model(model, example_input=src, input=list(src.shape))
+            items = [x.numpy() for some in batches for x in some.split(batch)]
+            small = nncf_quantized(plain, items, is_transformer)
+            openvino.save_model(small, scratch / path.name, compress_to_fp16=False)
+            for part in scratch.glob("*.bin"):
+                part.replace(folder / part.name)
+            (scratch / path.name).replace(path)
+    return path
+
+
+def nncf_quantized(model: Any, items: list[Any], is_transformer: bool) -> Any:
+    """Return a model of OpenVINO in int8, as NNCF's guide quantizes it with calibration data."""
+    import nncf
+
+    kind = nncf.ModelType.TRANSFORMER if is_transformer else None
+    mixed = nncf.QuantizationPreset.MIXED  # symmetric weights, asymmetric activations
+    dataset = nncf.Dataset(items)
+    return nncf.quantize(model, dataset, subset_size=len(items), model_type=kind, preset=mixed)
 
 
 def export(model: nn.Module, example: Tensor, path: Path) -> None:
@@ -128,14 +150,7 @@ def export(model: nn.Module, example: Tensor, path: Path) -> None:
         )
 
 
-def _quantize(
-    model: nn.Module,
-    src: Path,
-    dst: Path,
-    batches: list[Tensor],
-    types: list[str] | None,
-    batch: int,
-) -> None:
+def _quantize(model: nn.Module, src: Path, dst: Path, batches: list[Tensor], batch: int) -> None:
     from onnxruntime import quantization
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -148,7 +163,6 @@ def _quantize(
         ready,
         dst,
         _Reader(batches, batch),
-        op_types_to_quantize=types,
         quant_format=quantization.QuantFormat.QDQ,
         per_channel=True,
         activation_type=quantization.QuantType.QUInt8,
@@ -169,6 +183,14 @@ class _Reader:
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         return iter(self.get_next, None)
+
+
+@contextlib.contextmanager
+def _scratch(folder: Path) -> Iterator[Path]:
+    """Give a folder for unfinished files in ``folder``, while what makes them is quiet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as name, _quiet():
+        yield Path(name)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +21,13 @@ _WRONG = (
 )
 
 
-def quantized(model: nn.Module, batches: list[Tensor], dynamic: bool, folder: Path) -> nn.Module:
-    """The converted model. Its calibration is kept in ``folder``.
+def quantized(model: nn.Module, batches: list[Tensor], dynamic: bool) -> nn.Module:
+    """Return the converted model.
 
     Args:
         model: float, in eval mode.
         batches: calibration data.
         dynamic: swap linears and LSTMs for dynamic ones instead, without a trace.
-        folder: for the observers' state.
     """
     torch.backends.quantized.engine = "x86"
     with _quiet():
@@ -45,17 +43,9 @@ def quantized(model: nn.Module, batches: list[Tensor], dynamic: bool, folder: Pa
         for kind in _WRONG:
             mapping.set_object_type(kind, None)
         prepared = prepare_fx(model, mapping, example)
-        path = folder / "torch_ao.pt"
-        if path.exists():
-            prepared.load_state_dict(torch.load(path, weights_only=True))
-        else:
-            with torch.inference_mode():
-                for batch in batches:
-                    prepared(batch)
-            folder.mkdir(parents=True, exist_ok=True)
-            fresh = path.with_suffix(".new")
-            torch.save(prepared.state_dict(), fresh)
-            fresh.replace(path)
+        with torch.inference_mode():
+            for batch in batches:
+                prepared(batch)
         converted: nn.Module = convert_fx(prepared)
         return converted
 
