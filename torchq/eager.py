@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from torchq.convert.api import calibrate
 from torchq.convert.calibrated import check_has_data
@@ -59,7 +58,7 @@ def convert(prepared: Model, strict: bool = False) -> Model:
 
 def quantize(
     model: Model,
-    data: Iterable[Any],
+    data: Iterable[Inputs],
     example_inputs: Inputs,
     config: QConfig | None = None,
     overrides: Overrides | None = None,

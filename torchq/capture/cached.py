@@ -25,7 +25,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from torchq.capture.caches import caches_of, fill, new_cache, read_cache, see_window, tensors_of
+from torchq.capture.caches import (
+    Cache,
+    caches_of,
+    fill,
+    new_cache,
+    read_cache,
+    see_window,
+    tensors_of,
+)
 from torchq.capture.exported import Exported
 from torchq.capture.graph import aten_name
 from torchq.capture.guards import Example, Restore
@@ -128,12 +136,14 @@ class _Form:
             found[_STATES_MASK] = mask.long()
         return found | {_STATES: states[:, cached:]}
 
-    def _past(self, cache: Any, batch: int) -> tuple[int, list[Tensor]] | None:
+    def _past(self, cache: Cache | None, batch: int) -> tuple[int, list[Tensor]] | None:
         """Return how many tokens a cache has seen, and its keys and values.
 
         None where it is no plain one of this model, or lacks keys that the model reads.
         """
-        caches = [None] * (1 + self.crossed) if cache is None else caches_of(cache)
+        caches: Sequence[Cache | None] = [None] * (1 + self.crossed)
+        if cache is not None:
+            caches = caches_of(cache)
         if len(caches) != 1 + self.crossed:
             return None
         size = len(self.kinds) // len(caches)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,8 +16,35 @@ from torch import Tensor
 _LIBRARY = "transformers.cache_utils"
 
 
+class Layer(Protocol):
+    """What is read of a cache's layer, and set."""
+
+    keys: Tensor
+    values: Tensor
+    is_initialized: bool
+    is_sliding: bool
+    sliding_window: int
+    record_past: bool
+    cumulative_length: int
+
+    def get_seq_length(self) -> int:
+        """Return how many tokens it has seen."""
+
+
+class Cache(Protocol):
+    """What is read of a cache; one of an encoder and a decoder has the last three attributes."""
+
+    layers: list[Layer]
+    self_attention_cache: Cache
+    cross_attention_cache: Cache
+    is_updated: dict[int, bool]
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, /) -> object:
+        """Put keys and values behind those of a layer."""
+
+
 def read_cache(
-    cache: Any,
+    cache: Cache | None,
     kinds: tuple[tuple[int, int, torch.dtype], ...],
     windows: tuple[int | None, ...],
     batch: int,
@@ -51,14 +78,14 @@ def read_cache(
     return length, [tensor for layer in full for tensor in (layer.keys, layer.values)]
 
 
-def caches_of(cache: Any) -> list[Any]:
+def caches_of(cache: Cache) -> list[Cache]:
     """Return a cache, or the two of a decoder: of its own tokens, and of the encoder's states."""
     if type(cache) is vars(sys.modules.get(_LIBRARY, object)).get("EncoderDecoderCache"):
         return [cache.self_attention_cache, cache.cross_attention_cache]
     return [cache]
 
 
-def _layers(cache: Any) -> list[Any] | None:
+def _layers(cache: Cache) -> list[Layer] | None:
     """Return the layers of a cache.
 
     None for other classes, and for layers that hold anything but keys and values of tokens.
@@ -67,11 +94,11 @@ def _layers(cache: Any) -> list[Any] | None:
     if type(cache) is not known.get("DynamicCache") or getattr(cache, "offloading", False):
         return None
     kinds = (known.get("DynamicLayer"), known.get("DynamicSlidingWindowLayer"))
-    layers: list[Any] | None = getattr(cache, "layers", None)
+    layers: list[Layer] | None = getattr(cache, "layers", None)
     return layers if layers is not None and all(type(a) in kinds for a in layers) else None
 
 
-def tensors_of(cache: Any) -> list[Tensor]:
+def tensors_of(cache: Cache) -> list[Tensor]:
     """Return keys and values in turn, layer by layer; [] of a class that ``_layers`` refuses."""
     parts = [_layers(held) for held in caches_of(cache)]
     layers = [layer for part in parts for layer in part or () if layer.is_initialized]
@@ -80,20 +107,23 @@ def tensors_of(cache: Any) -> list[Tensor]:
 
 def new_cache(
     tensors: list[Tensor], windows: Sequence[int | None] = (), crossed: bool = False
-) -> Any:
+) -> Cache:
     """Return a cache with these keys and values, of which windows keep the last ones."""
     known = vars(sys.modules[_LIBRARY])
     if crossed:
-        cache = known["EncoderDecoderCache"](known["DynamicCache"](), known["DynamicCache"]())
+        cache: Cache = known["EncoderDecoderCache"](
+            known["DynamicCache"](), known["DynamicCache"]()
+        )
         fill(cache, tensors, 0)
         return cache
     sizes = [() if w is None else (torch.tensor(w, device="cpu"),) for w in windows]
     pairs = list(zip(tensors[::2], tensors[1::2], strict=True))
     layers = [(*pair, *size) for pair, size in zip(pairs, sizes or [()] * len(pairs), strict=True)]
-    return known["DynamicCache"](layers)
+    made: Cache = known["DynamicCache"](layers)
+    return made
 
 
-def fill(cache: Any, tensors: list[Tensor], count: int) -> None:
+def fill(cache: Cache, tensors: list[Tensor], count: int) -> None:
     """Put keys and values into a cache, with the last ``count`` tokens of which it has grown."""
     caches, pairs = caches_of(cache), [*zip(tensors[::2], tensors[1::2], strict=True)]
     size = len(pairs) // len(caches)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from torchq.convert.calibrated import check_has_data
 from torchq.convert.pipeline import converted_model, prepared_model
@@ -85,7 +84,7 @@ def convert(prepared: Model, strict: bool = False) -> Model:
         >>> qmodel(x).shape
         torch.Size([8, 4])
     """
-    qat: Any = getattr(prepared, "__dict__", {}).get("torchq_qat")  # of torchq.prepare_qat
+    qat = getattr(prepared, "__dict__", {}).get("torchq_qat")  # of torchq.prepare_qat
     if qat is not None:
         return qat.convert(prepared, strict)  # type: ignore[no-any-return]
     check_prepared("convert", prepared)
@@ -98,7 +97,7 @@ def convert(prepared: Model, strict: bool = False) -> Model:
 @takes_programs
 def quantize(
     model: Model,
-    data: Iterable[Any] | None = None,
+    data: Iterable[Inputs] | None = None,
     example_inputs: Inputs | None = None,
     config: QConfig | None = None,
     overrides: Overrides | None = None,

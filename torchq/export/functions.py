@@ -163,7 +163,10 @@ def _adaptive_avg_pool(g: OnnxGraph, input: Value, output_size: Dims) -> str:
 
 
 def _upsample_nearest(
-    g: OnnxGraph, input: Value, output_size: Any = None, scale_factors: Any = None
+    g: OnnxGraph,
+    input: Value,
+    output_size: Sequence[Size] | None = None,
+    scale_factors: Sequence[float] = (),
 ) -> str:
     options = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric"}
     options["nearest_mode"] = "floor"
@@ -325,7 +328,9 @@ def _gather(g: OnnxGraph, src: Value, dim: int, index: Value) -> str:
     return g.add("GatherElements", src.name, index.name, axis=dim)
 
 
-def _arange(g: OnnxGraph, start: Number, end: Any = None, step: Number = 1, **options: Any) -> str:
+def _arange(
+    g: OnnxGraph, start: Number, end: Number | None = None, step: Number = 1, **options: Any
+) -> str:
     start, end = (0, start) if end is None else (start, end)
     numbers = [_operand(g, v, torch.int64, False) for v in (start, end, step)]
     empty = g.constant(torch.empty(0, dtype=torch.int64, device="cpu"))

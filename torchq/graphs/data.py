@@ -89,13 +89,16 @@ def with_overloads(graph: fx.Graph) -> fx.Graph:
     return graph
 
 
-def _overload(packet: torch._ops.OpOverloadPacket, args: Args, kwargs: Kwargs) -> Any:
+def _overload(
+    packet: torch._ops.OpOverloadPacket, args: Args, kwargs: Kwargs
+) -> Callable[..., object]:
     """Return the overload for such arguments; the packet if none fits, whose call says so."""
     try:
         name = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
     except RuntimeError:
         return packet
-    return getattr(packet, name)
+    overload: Callable[..., object] = getattr(packet, name)
+    return overload
 
 
 @dataclass(frozen=True)

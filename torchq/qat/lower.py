@@ -114,7 +114,7 @@ def _fix_scales(model: nn.Module) -> None:
                         fixed[quantizer] = quantizer.fixed(quantizer.min_value)
                 module._modules[key] = fixed[quantizer]
         if parametrize.is_parametrized(module, "weight"):
-            steps: Any = module.parametrizations.weight
+            steps: parametrize.ParametrizationList = module.parametrizations.weight
             if isinstance(steps[-1], WeightQuantizer):
                 # on levels already, so that another rounding finds the same integers
                 with naming(name):

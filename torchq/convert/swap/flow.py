@@ -7,7 +7,7 @@ import contextlib
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from torchq.convert.weights import first_names, with_names
 from torchq.graphs.code import with_code
 from torchq.models.hooks import without_capturing_hooks
 from torchq.models.inputs import (
+    Inputs,
     Model,
     batches,
     call,
@@ -106,7 +107,7 @@ def _assembled(model: nn.Module, leaves: Leaves, comparison: Comparison) -> nn.M
 
 def calibrate(
     prepared: Model,
-    data: Iterable[Any],
+    data: Iterable[Inputs],
     progress: bool | None = None,
     group: ProcessGroup | None = None,
 ) -> Model:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchq.models.attached import computing_modules
 from torchq.models.hooks import watching
-from torchq.models.inputs import batches, call, decibels, float_tensors
+from torchq.models.inputs import Inputs, batches, call, decibels, float_tensors
 from torchq.models.state import as_before, twin
 from torchq.nn.conv import QConv
 from torchq.nn.conv_transpose import QConvTranspose
@@ -129,7 +129,7 @@ class Report:
 
 
 def emulate(
-    model: nn.Module, data: Iterable[Any], float_weights: Mapping[str, Tensor] | None = None
+    model: nn.Module, data: Iterable[Inputs], float_weights: Mapping[str, Tensor] | None = None
 ) -> Report:
     """Run a converted model as it is and as a CPU without VNNI would have under oneDNN's rules.
 
