@@ -42,8 +42,9 @@ _TIMES = ("float", "torchq", "torchq_script", "torch_ao", "torch_ao_jit", "onnxr
 _TITLES = ("float", "torchq", "torchq script", "torch.ao", "torch.ao jit", "ORT", "OpenVINO")
 
 
-_CONVERSION = """From the float model and 16 inputs to the int8 model or its file, on one thread; imports, export
-and calibration are included. torch.ao makes its dynamic models without data.
+_CONVERSION = """\
+From the float model and 16 inputs to the int8 model or its file, on one thread, with imports,
+export and calibration. Models that torch.ao makes dynamic, without data, are left out.
 """
 
 
@@ -96,8 +97,12 @@ def _quality(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _seconds(rows: Sequence[dict[str, Any]]) -> str:
-    found = {row["model"]: [row["quantize_seconds"].get(name) for name in _TOOLS] for row in rows}
-    lines = ([name, *_figures(seconds, 1, min)] for name, seconds in found.items())
+    lines = []
+    for row in rows:
+        seconds = dict(row["quantize_seconds"])
+        if NETWORKS[row["model"]].dynamic:
+            seconds.pop("torch_ao", None)
+        lines.append([row["model"], *_figures([seconds.get(name) for name in _TOOLS], 1, min)])
     return table(["model", *_TOOLS.values()], lines)
 
 

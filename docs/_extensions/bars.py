@@ -58,11 +58,12 @@ def table() -> str:
     for network, title in NETWORKS.items():
         row = rows()[network]
         best, *others = map(_short, times(row))
-        quality = [f"{row['sqnr_db'][name]:.1f}" for name in QUALITY]
-        quality[0] = f"**{quality[0]}**"
-        told = f"{', '.join(quality)} dB"
+        quality = [row["sqnr_db"][name] for name in QUALITY]
+        told = [f"**{db:.1f}**" if db == max(quality) else f"{db:.1f}" for db in quality]
         long = "BERT base, 128 tokens" if network == "bert_base" else title
-        lines.append([long, f"**{best}**", *others, _short(row["float_ms"]), told])
+        lines.append(
+            [long, f"**{best}**", *others, _short(row["float_ms"]), f"{', '.join(told)} dB"]
+        )
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return text.replace(" --- ", "---") + "\n\n"
 
