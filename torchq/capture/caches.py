@@ -17,7 +17,7 @@ _LIBRARY = "transformers.cache_utils"
 
 
 class Layer(Protocol):
-    """What is read of a cache's layer, and set."""
+    """The attributes of a layer of a cache that are read or set."""
 
     keys: Tensor
     values: Tensor
@@ -32,7 +32,7 @@ class Layer(Protocol):
 
 
 class Cache(Protocol):
-    """What is read of a cache; one of an encoder and a decoder has the last three attributes."""
+    """The attributes of a cache that are read; that of an encoder and a decoder has the last 3."""
 
     layers: list[Layer]
     self_attention_cache: Cache
