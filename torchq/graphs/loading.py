@@ -39,14 +39,19 @@ def load_each(
         known[name] = module
         prefix, lacks_none = (f"{name}." if name else ""), list[str]()
         given = dict(metadata), True, missing, lacks_none, errors
-        if not _looks_around(module):
-            module._load_from_state_dict(dict(owned.get(name, {})), prefix, *given)
+        looks_around = _looks_around(module)
+        own = dict(owned.get(name, {}))
+        if looks_around:
+            own = {k: v for part in owned.values() for k, v in part.items() if k.startswith(prefix)}
+        kept = dict(own)
+        if wrong := _make_own(module, kept, prefix):
+            errors += wrong
+            continue
+        module._load_from_state_dict(kept, prefix, *given)
+        if not looks_around:
             unexpected += lacks_none
             continue
         # It may rename or convert what is below it, and judges names that the modules there know.
-        own = {k: v for part in owned.values() for k, v in part.items() if k.startswith(prefix)}
-        kept = dict(own)
-        module._load_from_state_dict(kept, prefix, *given)
         if kept.keys() != own.keys() or any(kept[k] is not v for k, v in own.items()):
             rest = {k: v for p in owned.values() for k, v in p.items() if k not in own}
             owned = by_owner(rest | kept)
@@ -60,6 +65,24 @@ def load_each(
             f"Error(s) in loading state_dict for {type(model).__name__}: " + "; ".join(errors)
         )
     return missing, unexpected
+
+
+def _make_own(module: nn.Module, tensors: dict[str, Tensor], prefix: str) -> list[str]:
+    """Replace the tensors for a fake quantizer of torch.ao by copies; return errors for shapes.
+
+    Some take any shapes, and kernels of torch trust these to fit together. Calls write to scales
+    and zero points, which a file can make second names of other tensors.
+    """
+    if not any(cls.__module__.startswith("torch.ao.quantization.") for cls in type(module).__mro__):
+        return []
+    errors, known = list[str](), {**module._parameters, **module._buffers}
+    for key, given in tensors.items():
+        own = known.get(key.removeprefix(prefix))
+        tensors[key] = given.clone()
+        if own is not None and own.shape != given.shape:
+            shapes = f"{list(own.shape)}, got {list(given.shape)}"
+            errors.append(f"'{key}' of the state must have shape {shapes}")
+    return errors
 
 
 def _looks_around(module: nn.Module) -> bool:
