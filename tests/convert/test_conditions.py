@@ -164,3 +164,23 @@ def test_conditions_on_one_size_are_one_range() -> None:
         "s0[1]": "3 to 6 or 8 to 512"
     }
     assert [str(other) for other in others] == ["s0[0] == s1[0]"]
+
+
+@pytest.mark.parametrize("begin", ["", "s0[1] + ", "0 - ", "s0[1] - ", "-", "2 * "])
+@pytest.mark.parametrize("operator", ["", " - {}", " * {}", " // {}", " * 9 * {}"])
+def test_words_of_numbers_beyond_floats(begin: str, operator: str) -> None:
+    """torch.explain says them as they are; they raised OverflowError beside infinity."""
+    large = "9" * 310
+    text = f"{begin}s0[0]{operator.format(large)} >= {large}"
+    condition = Condition.parse(text)
+    assert large in condition.words(str)
+    assert by_size([condition]) == ({}, [condition])
+
+
+def test_words_of_numbers_that_operators_make_large() -> None:
+    factors = " * ".join(["9223372036854775807"] * 20)
+    assert "is at least" not in Condition.parse(f"s0[0] * {factors} > 3").words(str)
+    nested = "s0[0]"
+    for _ in range(40):
+        nested = f"({nested} // 4294967296)"
+    assert str(2 ** (32 * 40)) in Condition.parse(f"{nested} == 1").words(str)

@@ -13,13 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.ao.quantization import (
-    FusedMovingAvgObsFakeQuantize,
-    MovingAveragePerChannelMinMaxObserver,
-)
 
 import torchq
-from torchq.convert.dispatch import dispatch_of
 from torchq.serialization.report_text import REPORT_KEY, read_report, write_report
 from torchq.serialization.tensor_file import read_tensors, write_tensors
 
@@ -48,34 +43,6 @@ def forged(path: Path, nodes: list[Any]) -> Path:
     fields["nodes"][at:at] = nodes
     fields["nodes"][-1][3] = [node(nodes[-1][1])]
     tensors[key] = torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8)
-    metadata.pop("digest", None)
-    write_tensors("test", path, tensors, metadata)
-    return path
-
-
-class Host(nn.Module):
-    """Has a part that its own code does not call."""
-
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self.layer, self.part = nn.Linear(8, 16), part
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)
-
-
-def calling(path: Path, model: nn.Module, args: list[Any], given: dict[str, torch.Tensor]) -> Path:
-    """Write a graph that calls the model's part; ``given`` are tensors of the graph."""
-    torchq.save(torchq.quantize(model, [X]), path)
-    tensors, metadata = read_tensors(path)
-    key = next(key for key in tensors if key.endswith("torchq_graph"))
-    fields = json.loads(bytes(tensors[key].tolist()))
-    nodes = [["get_attr", n, n, [], {"dict": {}}] for n in given if "." not in n]
-    nodes.append(["call_module", "o", "part", args, {"dict": {}}, "part"])
-    fields["nodes"][-1:-1] = nodes
-    fields["nodes"][-1][3] = [node("o")]
-    tensors[key] = torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8)
-    tensors |= {f"{key}.{name}": value for name, value in given.items()}
     metadata.pop("digest", None)
     write_tensors("test", path, tensors, metadata)
     return path
@@ -267,36 +234,6 @@ def test_modules_are_called_with_tensors(tmp_path: Path) -> None:
         write_tensors("test", path, tensors, metadata)
         with pytest.raises(ValueError, match="modules in the file's graph must be called with"):
             torchq.load(path)
-
-
-@pytest.mark.parametrize(
-    "part", [nn.EmbeddingBag(10, 8, mode="sum"), nn.CTCLoss(), nn.Linear(3, 3)]
-)
-def test_float_modules_that_a_graph_does_not_call(part: nn.Module, tmp_path: Path) -> None:
-    """The first two read where tensors of the file say."""
-    given = {"i": torch.tensor([1, 2, 3]), "n": torch.tensor([0, -1_000_000_000, 3])}
-    given |= {f"part.{name}": value.detach() for name, value in part.state_dict().items()}
-    model = Host(part).eval()
-    path = calling(tmp_path / "m", model, [node("i"), node("n")], given)
-    with pytest.raises(ValueError, match=f"fake quantizers, got a {type(part).__name__}"):
-        torchq.load(path, model)
-
-
-def test_fake_quantizers_observe_nothing(tmp_path: Path) -> None:
-    """torch writes ranges for each row of the source, also where there are less of them."""
-    observer = MovingAveragePerChannelMinMaxObserver
-    symmetric = {"dtype": torch.qint8, "qscheme": torch.per_channel_symmetric}
-    part = FusedMovingAvgObsFakeQuantize(observer, quant_min=-128, quant_max=127, **symmetric)
-    model = Host(part).eval()
-    given = {"i": torch.full((300, 3), 7.4), "part.observer_enabled": part.observer_enabled + 0}
-    given |= {"part.scale": torch.ones(300), "part.zero_point": torch.zeros(300).int()}
-    given |= {f"part.activation_post_process.{end}_val": torch.ones(1) for end in ("min", "max")}
-    own = part.state_dict().items()
-    given |= {f"part.{name}": value for name, value in own if f"part.{name}" not in given}
-    loaded = torchq.load(calling(tmp_path / "m", model, [node("i")], given), model)
-    graph: Any = dispatch_of(loaded).graph  # type: ignore[union-attr]
-    assert not graph.part.observer_enabled.any()  # else the call ends the process
-    assert torch.equal(loaded(X)[1:], torch.full((299, 3), 7.0))
 
 
 def test_sizes_that_are_computed(tmp_path: Path) -> None:

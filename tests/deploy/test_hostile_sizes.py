@@ -233,9 +233,19 @@ def test_specs_of_more_parts_than_the_file_allows(
 
 def test_more_tensors_than_loading_takes_are_not_saved(tmp_path: Path) -> None:
     many = {f"{i}.w": torch.zeros(1) for i in range(50_000)}
-    with pytest.raises(ValueError, match=r"few or large.*got 50000 of 200000 bytes. Save parts"):
+    with pytest.raises(ValueError, match=r"few or large.*got 50000 of 200000 bytes; .*Save parts"):
         write_tensors("torchq.save", tmp_path / "file", many)
     assert not [*tmp_path.iterdir()]
+
+
+def test_more_names_beyond_ascii_than_loading_takes_are_not_saved(tmp_path: Path) -> None:
+    """Such a file was written, and could not be read."""
+    names = [f"{'层' * 70}.{i}.w" for i in range(3000)]
+    few = {name: torch.zeros(1) for name in names[:1500]}
+    write_tensors("torchq.save", tmp_path / "file", few)
+    assert read_tensors(tmp_path / "file")[0].keys() == few.keys()
+    with pytest.raises(ValueError, match=r"few or large.*got 3000 .* characters beyond ASCII"):
+        write_tensors("torchq.save", tmp_path / "more", dict.fromkeys(names, torch.zeros(1)))
 
 
 class Shared(nn.Module):

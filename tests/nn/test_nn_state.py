@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -251,3 +252,43 @@ def test_values_that_a_hook_converts_are_loaded():
     assert load_each(given, state, assign=False) == ([], [])
     assert torch.equal(given[0].layer.weight, expected[0].layer.weight)
     assert torch.equal(given[0].layer.weight, state["0.layer.weight"] * 2)
+
+
+class Renamed(nn.Module):
+    """Its states have another name for a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_load_state_dict_pre_hook(self._rename)
+
+    @staticmethod
+    def _rename(module, state, prefix, *others):
+        for name in ("weight", "bias"):
+            state[f"{prefix}layer.{name}"] = state.pop(f"{prefix}old.{name}")
+
+
+def test_hooks_rename_what_is_within_their_module():
+    """Names of neighbours begin alike, and sort in front of and behind it."""
+    given, expected = (
+        nn.ModuleDict({name: nn.ModuleDict({"a": Renamed(), "b": Renamed()}) if name == "a"
+                       else nn.Linear(4, 4) for name in ("a", "a-b", "a0", "b")})
+        for _ in range(2)
+    )  # fmt: skip
+    state = {
+        k.replace(".layer.", ".old."): torch.rand_like(v) for k, v in given.state_dict().items()
+    }
+    expected.load_state_dict(state)
+    assert load_each(given, state, assign=False) == ([], [])
+    for name, value in expected.state_dict().items():
+        assert torch.equal(given.state_dict()[name], value), name
+
+
+def test_hooks_look_at_no_names_of_other_modules():
+    """Each looked at all: 900 graphs beside 42,000 names in one file took 9 s."""
+    model = nn.ModuleList(Scaled() for _ in range(400))
+    state = dict(model.state_dict()) | {f"399.z.{i}.w": torch.zeros(0) for i in range(20_000)}
+    began = time.process_time()
+    missing, unexpected = load_each(model, state)
+    assert time.process_time() - began < 1
+    assert not missing and len(unexpected) == 20_000

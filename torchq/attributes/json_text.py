@@ -33,20 +33,22 @@ def read_json(text: bytes | memoryview, nbytes: int = 0) -> Any:
             long and not ASCII.
     """
     text = bytes(text)
-    is_long = nbytes > 0 and len(text) > _WIDE + nbytes // 16  # other texts count their bytes
-    if (is_long and b"\\u" in text) or (len(text) > _WIDE and not text.isascii()):
-        raise ValueError("its text is long, and has characters beyond ASCII")
-    if has_many_values(text, nbytes) or (_brackets(text) > _DEPTH and _levels(text) > _DEPTH):
-        raise ValueError("its text has too many values or levels")
+    if why := why_refused(text, nbytes):
+        raise ValueError(why)
+    if _brackets(text) > _DEPTH and _levels(text) > _DEPTH:
+        raise ValueError("its text has too many levels")
     try:
         return json.loads(str(text, "utf-8"))  # of bytes, json would guess, and import, an encoding
     except RecursionError:
         raise ValueError("its text has too many levels") from None
 
 
-def has_many_values(text: bytes, nbytes: int) -> bool:
-    """Return whether :func:`read_json` refuses a text for the number of its values."""
-    return values_in(text) > _VALUES + nbytes // 100
+def why_refused(text: bytes, nbytes: int = 0) -> str:
+    """Return why :func:`read_json` reads no text of such length and characters, or ""."""
+    is_long = nbytes > 0 and len(text) > _WIDE + nbytes // 16  # other texts count their bytes
+    if (is_long and b"\\u" in text) or (len(text) > _WIDE and not text.isascii()):
+        return "its text is long, and has characters beyond ASCII"
+    return "its text has too many values" if values_in(text) > _VALUES + nbytes // 100 else ""
 
 
 def values_in(text: bytes) -> int:

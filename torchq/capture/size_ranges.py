@@ -42,15 +42,17 @@ class Ranges:
 
 
 POSITIVE = Ranges(((1, math.inf),))
+_LARGEST = 1 << 63
+"""Sizes are smaller. Larger numbers in conditions may be beyond floats, and so beyond infinity."""
 
 
 def _range(values: _Range) -> str:
     first, last = values
     if last == math.inf:
-        return "any" if first <= 1 else f"at least {first:.0f}"
+        return "any" if first <= 1 else f"at least {first}"
     if first == last:
-        return f"{first:.0f}"
-    return f"at most {last:.0f}" if first <= 1 else f"{first:.0f} to {last:.0f}"
+        return f"{first}"
+    return f"at most {last}" if first <= 1 else f"{first} to {last}"
 
 
 def solved(term: Term) -> tuple[Size, Ranges] | None:
@@ -65,6 +67,8 @@ def solved(term: Term) -> tuple[Size, Ranges] | None:
     if isinstance(left, int):
         left, right, name = right, left, _TURNED[name]
     if not isinstance(right, int) or sum(isinstance(part, Size) for part in parts(left)) != 1:
+        return None
+    if any(isinstance(part, int) and abs(part) >= _LARGEST for part in (right, *parts(left))):
         return None
     below, above = (-math.inf, right - 1), (right + 1, math.inf)
     wanted: list[_Range] = [below] if name in ("<", "<=", "!=") else []
@@ -115,7 +119,7 @@ def _inverse(term: Term) -> tuple[Term, Callable[[_Range], _Range]] | None:
             return inner[0], lambda r: (r[0] + number, r[1] + number)
         return inner[0], lambda r: (number - r[1], number - r[0])
     factor = math.prod(numbers)
-    if factor <= 0:
+    if not 0 < factor < _LARGEST:
         return None
     if name == "*":
         return inner[0], lambda r: (_up(r[0], factor), _down(r[1], factor))

@@ -2,11 +2,12 @@
 """Loads a state into a model of many modules.
 
 ``nn.Module.load_state_dict`` looks at all names for each module, which takes a minute for 10,000 of
-them. Here each name is looked at once.
+them. Here each name is looked at once, and once more for each module around it that has hooks.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 
 from torch import Tensor, nn
@@ -34,22 +35,31 @@ def load_each(
     """
     missing, unexpected, errors = list[str](), list[str](), list[str]()
     owned, known = by_owner(state), dict[str, nn.Module]()
+    names = sorted(owned)
     metadata: dict[str, object] = {"assign_to_params_buffers": True} if assign else {}
     for name, module in model.named_modules(remove_duplicate=False):
         known[name] = module
         prefix, lacks_none = (f"{name}." if name else ""), list[str]()
         given = dict(metadata), True, missing, lacks_none, errors
-        if not _looks_around(module):
-            module._load_from_state_dict(dict(owned.get(name, {})), prefix, *given)
+        looks_around = _looks_around(module)
+        inside = [n for n in (_within(names, name) if looks_around else [name]) if n in owned]
+        own = {key: value for inner in inside for key, value in owned[inner].items()}
+        kept = dict(own)
+        if wrong := _make_own(module, kept, prefix):
+            errors += wrong
+            continue
+        module._load_from_state_dict(kept, prefix, *given)
+        if not looks_around:
             unexpected += lacks_none
             continue
         # It may rename or convert what is below it, and judges names that the modules there know.
-        own = {k: v for part in owned.values() for k, v in part.items() if k.startswith(prefix)}
-        kept = dict(own)
-        module._load_from_state_dict(kept, prefix, *given)
         if kept.keys() != own.keys() or any(kept[k] is not v for k, v in own.items()):
-            rest = {k: v for p in owned.values() for k, v in p.items() if k not in own}
-            owned = by_owner(rest | kept)
+            for inner in inside:
+                del owned[inner]
+            for inner, part in by_owner(kept).items():
+                if names[(at := bisect_left(names, inner)) : at + 1] != [inner]:
+                    names.insert(at, inner)
+                owned.setdefault(inner, {}).update(part)
         unexpected += [key for key in lacks_none if key.rpartition(".")[0] == name]
     unexpected += [key for name, own in owned.items() if name not in known for key in own]
     for module in reversed(known.values()):
@@ -60,6 +70,34 @@ def load_each(
             f"Error(s) in loading state_dict for {type(model).__name__}: " + "; ".join(errors)
         )
     return missing, unexpected
+
+
+def _within(names: list[str], name: str) -> list[str]:
+    """Return those of sorted names that are a module's, or of what is in it."""
+    if not name:
+        return names.copy()
+    at, start = bisect_left(names, name), f"{name}."
+    first = bisect_left(names, start)
+    last = bisect_right(names, start, first, key=lambda other: other[: len(start)])
+    return [other for other in names[at : at + 1] if other == name] + names[first:last]
+
+
+def _make_own(module: nn.Module, tensors: dict[str, Tensor], prefix: str) -> list[str]:
+    """Replace the tensors for a fake quantizer of torch.ao by copies; return errors for shapes.
+
+    Some take any shapes, and kernels of torch trust these to fit together. Calls write to scales
+    and zero points, which a file can make second names of other tensors.
+    """
+    if not any(cls.__module__.startswith("torch.ao.quantization.") for cls in type(module).__mro__):
+        return []
+    errors, known = list[str](), {**module._parameters, **module._buffers}
+    for key, given in tensors.items():
+        own = known.get(key.removeprefix(prefix))
+        tensors[key] = given.clone()
+        if own is not None and own.shape != given.shape:
+            shapes = f"{list(own.shape)}, got {list(given.shape)}"
+            errors.append(f"'{key}' of the state must have shape {shapes}")
+    return errors
 
 
 def _looks_around(module: nn.Module) -> bool:

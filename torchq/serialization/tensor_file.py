@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchq.attributes.json_text import JsonObject, has_many_values, read_json
+from torchq.attributes.json_text import JsonObject, read_json, why_refused
 from torchq.functional.placeholders import MOST_DIMS
 from torchq.serialization.files import write_file
 
@@ -80,10 +80,10 @@ def write_tensors(
         header[name] = {**entry, "data_offsets": [start, end]}
     header[_METADATA][_DIGESTS[str(_LATEST)]] = _digest(header, views, _sums)
     text = json.dumps(header, separators=(",", ":")).encode()
-    if has_many_values(text, end):
+    if why := why_refused(text, end or 1):
         raise ValueError(
             f"{op}: tensors must be few or large, so that reading them takes no more memory than "
-            f"SECURITY.md says, got {len(tensors)} of {end} bytes. Save parts of the model."
+            f"SECURITY.md says, got {len(tensors)} of {end} bytes; {why}. Save parts of the model."
         )
     text += b" " * (-(8 + len(text)) % _ALIGNED)
     write_file(op, path, [len(text).to_bytes(8, "little"), text, *views])

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A graph of a file calls float modules of the model, with tensors of the file."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization import (
+    FusedMovingAvgObsFakeQuantize,
+    MovingAveragePerChannelMinMaxObserver,
+)
+
+import torchq
+from torchq.convert.dispatch import dispatch_of
+from torchq.functional.packing import unproven
+from torchq.nn.module import QModule
+from torchq.serialization.tensor_file import read_tensors, write_tensors
+
+X = torch.randn(4, 8)
+
+
+def node(name: str) -> dict[str, str]:
+    return {"node": name}
+
+
+class Host(nn.Module):
+    """Has a part that its own code does not call."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.part = nn.Linear(8, 16), part
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def calling(
+    path: Path,
+    model: nn.Module,
+    args: list[Any],
+    given: dict[str, Tensor],
+    result: str = "o",
+    aliases: dict[str, str] | None = None,
+) -> Path:
+    """Write a graph that calls the model's part; ``given`` are tensors of the graph.
+
+    ``aliases`` are more names of tensors, of the graph and of the file.
+    """
+    torchq.save(torchq.quantize(model, [X]), path)
+    tensors, metadata = read_tensors(path)
+    key = next(key for key in tensors if key.endswith("torchq_graph"))
+    fields = json.loads(bytes(tensors[key].tolist()))
+    nodes = [["get_attr", n, n, [], {"dict": {}}] for n in given if "." not in n]
+    nodes.append(["call_module", "o", "part", args, {"dict": {}}, "part"])
+    fields["nodes"][-1:-1] = nodes
+    fields["nodes"][-1][3] = [node(result)]
+    tensors[key] = torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8)
+    tensors |= {f"{key}.{name}": value for name, value in given.items()}
+    if aliases:
+        more = json.dumps({f"{key}.{name}": place for name, place in aliases.items()})
+        tensors["torchq_aliases"] = torch.tensor(list(more.encode()), dtype=torch.uint8)
+    metadata.pop("digest", None)
+    write_tensors("test", path, tensors, metadata)
+    return path
+
+
+@pytest.mark.parametrize(
+    "part", [nn.EmbeddingBag(10, 8, mode="sum"), nn.CTCLoss(), nn.Linear(3, 3)]
+)
+def test_float_modules_that_a_graph_does_not_call(part: nn.Module, tmp_path: Path) -> None:
+    """The first two read where tensors of the file say."""
+    given = {"i": torch.tensor([1, 2, 3]), "n": torch.tensor([0, -1_000_000_000, 3])}
+    given |= {f"part.{name}": value.detach() for name, value in part.state_dict().items()}
+    model = Host(part).eval()
+    path = calling(tmp_path / "m", model, [node("i"), node("n")], given)
+    with pytest.raises(ValueError, match=f"fake quantizers, got a {type(part).__name__}"):
+        torchq.load(path, model)
+
+
+def test_fake_quantizers_observe_nothing(tmp_path: Path) -> None:
+    """torch writes ranges for each row of the source, also where there are less of them."""
+    observer = MovingAveragePerChannelMinMaxObserver
+    symmetric = {"dtype": torch.qint8, "qscheme": torch.per_channel_symmetric}
+    part = FusedMovingAvgObsFakeQuantize(observer, quant_min=-128, quant_max=127, **symmetric)
+    model = Host(part).eval()
+    given = {"i": torch.full((300, 3), 7.4), "part.observer_enabled": part.observer_enabled + 0}
+    given |= {"part.scale": torch.ones(300), "part.zero_point": torch.zeros(300).int()}
+    given |= {f"part.activation_post_process.{end}_val": torch.ones(1) for end in ("min", "max")}
+    for name in ("scale", "zero_point"):
+        getattr(part, name).resize_(300)
+    for end in ("min", "max"):
+        getattr(part.activation_post_process, f"{end}_val").resize_(1)
+    own = part.state_dict().items()
+    given |= {f"part.{name}": value for name, value in own if f"part.{name}" not in given}
+    loaded = torchq.load(calling(tmp_path / "m", model, [node("i")], given), model)
+    graph: Any = dispatch_of(loaded).graph  # type: ignore[union-attr]
+    assert not graph.part.observer_enabled.any()  # else the call ends the process
+    assert torch.equal(loaded(X)[1:], torch.full((299, 3), 7.0))
+
+
+SYMMETRIC = {"dtype": torch.qint8, "qscheme": torch.per_channel_symmetric}
+
+
+def fake_quantizer(channels: int) -> FusedMovingAvgObsFakeQuantize:
+    """Return one that has seen data."""
+    part = FusedMovingAvgObsFakeQuantize(
+        MovingAveragePerChannelMinMaxObserver, quant_min=-128, quant_max=127, **SYMMETRIC
+    )
+    part(torch.randn(channels, 8))
+    return part
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["scale", "zero_point", *(f"activation_post_process.{end}_val" for end in ("min", "max"))],
+)
+def test_fake_quantizers_have_the_shapes_of_the_model(name: str, tmp_path: Path) -> None:
+    """torch read beyond the largest values where there were more smallest ones."""
+    model = Host(fake_quantizer(4)).eval()
+    given = {f"part.{key}": value for key, value in model.part.state_dict().items()}
+    given |= {"i": torch.ones(4, 3)}
+    loaded = torchq.load(calling(tmp_path / "m", model, [node("i")], given), model)
+    assert loaded(X).shape == (4, 3)
+    for shape in ((3,), (5,), (0,), (2, 2)):
+        forged = given | {f"part.{name}": torch.ones(shape, dtype=given[f"part.{name}"].dtype)}
+        path, told = (
+            calling(tmp_path / "m", model, [node("i")], forged),
+            re.escape(f"'part.{name}'"),
+        )
+        with pytest.raises(RuntimeError, match=rf"{told} of the state must have shape \[4\]"):
+            torchq.load(path, model)
+
+
+def test_calls_write_to_no_tensor_of_another_name(tmp_path: Path) -> None:
+    """One wrote zero points to the bounds of a layer, which were proved: other tiers differed."""
+    torch.manual_seed(0)
+    model, x = Host(fake_quantizer(4)), torch.randn(4, 8)
+    model.layer = nn.Linear(8, 64)  # of four panels
+    nn.init.constant_(model.layer.weight, 0.3)
+    model.eval()
+    given = {f"part.{key}": value.clone() for key, value in model.part.state_dict().items()}
+    bounds = "layer.layer.pair_bound"
+    del given["part.zero_point"]
+    args, aliases = [node("x")], {"part.zero_point": bounds}
+    path = calling(tmp_path / "m", model, args, given, "layer", aliases)
+    loaded = torchq.load(path, model)
+    graph: Any = dispatch_of(loaded).graph  # type: ignore[union-attr]
+    layers = [layer for layer in graph.modules() if isinstance(layer, QModule)]
+    packed = [weight for layer in layers for weight in layer._packed_weights().values()]
+    for _ in range(2):
+        loaded(x)
+        assert [unproven(weight) for weight in packed] == [""]
