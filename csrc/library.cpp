@@ -103,6 +103,17 @@ TORCH_LIBRARY(torchq, m) {
       "Tensor[]? post_op_srcs=None) -> Tensor",
       tags);
 
+  // Each group of rows has a weight of its own: ops/gemm/groups.h says how these are stacked.
+  m.def(
+      "grouped_linear(Tensor src, Tensor offsets, Tensor weight, Tensor compensation, "
+      "Tensor pair_bound, Tensor weight_scale, Tensor? bias, int in_features, int out_features) "
+      "-> Tensor",
+      tags);
+  m.def(
+      "grouped_linear_int4(Tensor src, Tensor offsets, Tensor weight, Tensor params, Tensor? bias, "
+      "int in_features, int out_features, int group_size, bool symmetric) -> Tensor",
+      tags);
+
   m.def(
       "dynamic_conv(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, "
       "Tensor weight_scale, Tensor? bias, int[] geometry) -> Tensor",
@@ -333,9 +344,9 @@ void refuse_all(torch::Library& m) { implement_all<&refuse>(m); }
 
 TORCH_LIBRARY_IMPL(torchq, Autograd, m) { torchq::implement_all<&torchq::refuse_gradients>(m); }
 TORCH_LIBRARY_IMPL(torchq, AutocastCPU, m) {
-  for (const char* op :
-       {"linear", "conv", "conv_transpose", "matmul", "attention", "dynamic_linear",
-        "dynamic_linear_int4", "dynamic_conv", "dynamic_attention"})
+  for (const char* op : {"linear", "conv", "conv_transpose", "matmul", "attention",
+                         "dynamic_linear", "dynamic_linear_int4", "grouped_linear",
+                         "grouped_linear_int4", "dynamic_conv", "dynamic_attention"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&torchq::autocast>());
 }
 TORCH_LIBRARY_IMPL(torchq, QuantizedCPU, m) { torchq::refuse_all(m); }

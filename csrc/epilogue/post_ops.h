@@ -117,6 +117,14 @@ class EpilogueBuilder {
     const at::Tensor* table = nullptr;
   };
   EpilogueBuilder(const Args& args, const at::Tensor& dst);
+  /// A chain of nothing, to float32.
+  EpilogueBuilder(const float* multiplier, const float* offset, float* dst) {
+    epilogue_.mode = Epilogue::kFolded;
+    epilogue_.dst_dtype = DType::f32;
+    epilogue_.dst = dst;
+    epilogue_.multiplier = multiplier;
+    epilogue_.offset = offset;
+  }
   const Epilogue& get() const { return epilogue_; }
   /// Sets the terms of Note [Weight zero points]: row_terms [rows][groups], channel_terms
   /// [channels].

@@ -282,16 +282,13 @@ def test_sizes_are_read(tmp_path: Path) -> None:
 
 def test_parts_with_two_names_each(tmp_path: Path) -> None:
     """Thirty levels of parts would be 2^30 modules."""
-    path, spec = (
-        forged(tmp_path / "m", size_of_x()),
-        {"class": "QExperts", "version": 1, "experts": 2},
-    )
+    path, spec = forged(tmp_path / "m", size_of_x()), {"class": "QExperts", "version": 1}
     tensors, metadata = read_tensors(path)
     text = torch.tensor(list(json.dumps(spec).encode()), dtype=torch.uint8)
     aliases, name = dict[str, str](), "torchq_graph.a"
     for _ in range(30):
         tensors[f"{name}.spec"] = text.clone()
-        aliases[f"{name}.up.1.spec"], name = f"{name}.up.0.spec", f"{name}.up.0"
+        aliases[f"{name}.down.spec"], name = f"{name}.up.spec", f"{name}.up"
     tensors[f"{name}.spec"] = text.clone()
     tensors["torchq_aliases"] = torch.tensor(list(json.dumps(aliases).encode()), dtype=torch.uint8)
     write_tensors("test", path, tensors, metadata)

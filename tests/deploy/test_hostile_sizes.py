@@ -96,17 +96,13 @@ def _other_networks() -> list[dict[str, Any]]:
     return [{**spec, "layers": spec["layers"] * 40, "other": i} for i in range(40)]
 
 
-def _experts() -> list[dict[str, Any]]:
-    return [{"class": "QExperts", "version": 1, "experts": 1500} for _ in range(40)]
-
-
 def _spec(layer: nn.Module, x: Tensor) -> dict[str, Any]:
     qmodel = torchq.quantize(nn.Sequential(layer).eval(), [x])
     parts = [m for m in qmodel.modules() if isinstance(m, QLayer | QLSTM)]
     return parts[0].read_spec()
 
 
-@pytest.mark.parametrize("make", [_other_layers, _other_networks, _experts])
+@pytest.mark.parametrize("make", [_other_layers, _other_networks])
 def test_specs_of_more_modules_than_the_file_allows(
     make: Callable[[], list[dict[str, Any]]], tmp_path: Path
 ) -> None:

@@ -107,6 +107,49 @@ def test_quantizes_saves_and_loads(name: str, tmp_path: Path) -> None:
     assert torch.equal(third(IDS).logits, got)
 
 
+def mixture(kind: str) -> Any:
+    """A mixture of four experts, whose files have one matrix for each, or one for all."""
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("Mixtral", 8), ("GraniteMoe", 4)])
+def test_experts_of_a_mixture(kind: str, bits: int, tmp_path: Path) -> None:
+    model = saved(mixture(kind), tmp_path / "float")
+    q = quantized(type(model), tmp_path / "float", weight_bits=bits)
+    expected, got = model(IDS).logits, q(IDS).logits
+    assert float(torchq.sqnr(expected, got)) > (20 if bits == 8 else 5)
+    q.save_pretrained(tmp_path / "int8")
+    again = type(model).from_pretrained(tmp_path / "int8")
+    again.save_pretrained(tmp_path / "copy")
+    third = type(model).from_pretrained(tmp_path / "copy")
+    for loaded in (q, again, third):
+        assert torch.equal(loaded(IDS).logits, got)
+        assert not [name for name, _ in loaded.named_parameters() if "experts" in name]
+        rows = [row for row in torchq.explain(loaded).rows if row.kind == "Experts"]
+        assert [row.quantized for row in rows] == [True, True]
+    kept = quantized(type(model), tmp_path / "float", modules_to_not_convert=["lm_head", "experts"])
+    rows = [row for row in torchq.explain(kept).rows if row.kind == "Experts"]
+    assert [(row.quantized, row.requested) for row in rows] == [(False, True)] * 2
+
+
+def test_damaged_experts_are_refused(tmp_path: Path) -> None:
+    model = saved(mixture("Mixtral"), tmp_path / "float")
+    quantized(type(model), tmp_path / "float").save_pretrained(tmp_path / "int8")
+    path = tmp_path / "int8" / "model.safetensors"
+    state = safetensors.load_file(path)
+    with safetensors.safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    key = next(k for k in state if k.endswith("experts.up.weight"))
+    state[key][0, 0, 0, 0, 0] += 1
+    safetensors.save_file(state, path, metadata=metadata)
+    with pytest.raises(ValueError, match=r"other tensors of .*experts.*than were saved"):
+        type(model).from_pretrained(tmp_path / "int8")
+
+
 def test_gives_the_bits_of_the_dynamic_flow(tmp_path: Path) -> None:
     """One mechanism: the layers are those that torchq.eager makes."""
     model = saved(gpt2(), tmp_path)

@@ -80,6 +80,8 @@ F4 = "tensor((4,))"
 S2, Z2 = "tensor((2,))", "tensor((2,), torch.int32, 0)"
 WINDOW = "[3, 3, 2, 2, 1, 1, 1, 1, 1, 1]"
 LINEAR = "*ops.pack_linear(tensor((20, 10), torch.int8, 'random'))"
+ENDS = "torch.tensor([1, 3], dtype=torch.int32)"
+STACK = "*ops.pack_linear(tensor((64, 10), torch.int8, 'random'))"
 CONV = "*ops.pack_conv(tensor((8, 4, 3, 3), torch.int8, 'random'), 1, [1, 1])"
 DEPTHWISE = "*ops.pack_conv(tensor((4, 1, 3, 3), torch.int8, 'random'), 4, [1, 1])"
 CONV_TRANSPOSE = (
@@ -243,6 +245,20 @@ VALID: list[tuple[str, list[str]]] = [
         [
             *("tensor((3, 40))", "tensor((2, 5, 16, 4), torch.uint8, 'random')"),
             *("tensor((2, 1, 16), torch.int32, 0)", "None", "40", "20", "32", "True"),
+        ],
+    ),
+    (
+        "grouped_linear",
+        [
+            *("tensor((3, 10))", ENDS, *unstar(STACK), "tensor((64,))", "tensor((64,))"),
+            *("10", "20"),
+        ],
+    ),
+    (
+        "grouped_linear_int4",
+        [
+            *("tensor((3, 40))", ENDS, "tensor((4, 5, 16, 4), torch.uint8, 'random')"),
+            *("tensor((4, 1, 16), torch.int32, 0)", "None", "40", "20", "32", "True"),
         ],
     ),
     ("embedding", [ROWS, "tensor((3, 4), torch.int64, 0)", "8", "8"]),

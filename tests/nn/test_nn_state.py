@@ -69,6 +69,8 @@ def every_module() -> dict[str, tnn.QModule]:
     made += [tnn.QEmbedding.from_float(nn.Embedding(9, 6, padding_idx=2))]
     made += [tnn.QEmbeddingBag.from_float(nn.EmbeddingBag(9, 6, mode="max").bfloat16(), bits=4)]
     made.append(tnn.QuantizedLeaf.of(nn.Linear(4, 8), copy.deepcopy(made[0])))
+    made.append(tnn.DynamicQGroupedLinear.from_float(torch.randn(3, 5, 8), torch.randn(3, 5)))
+    made.append(tnn.DynamicQGroupedLinearInt4.from_float(torch.randn(3, 5, 40)))
     up = nn.ConvTranspose2d(4, 6, 3, 2)
     made.append(tnn.QuantizedLeaf.of(up, tnn.QConvTranspose2d.from_float(up, U8)))
     return {type(module).__name__: module for module in made}
@@ -85,6 +87,7 @@ def test_every_class_is_tried() -> None:
         "QConv",
         "DynamicQConv",
         "RowQuantizedLinear",
+        "GroupedLinearBase",
         "_Embedding",
         "QConvTranspose",
         "_QPool",

@@ -62,6 +62,10 @@ Tensor[]? post_op_srcs=None) -> Tensor
 dynamic_linear_int4(Tensor src, Tensor weight, Tensor params, Tensor? bias, int in_features, \
 int out_features, int group_size, bool symmetric, str post_ops=\"\", \
 Tensor[]? post_op_srcs=None) -> Tensor
+grouped_linear(Tensor src, Tensor offsets, Tensor weight, Tensor compensation, \
+Tensor pair_bound, Tensor weight_scale, Tensor? bias, int in_features, int out_features) -> Tensor
+grouped_linear_int4(Tensor src, Tensor offsets, Tensor weight, Tensor params, Tensor? bias, \
+int in_features, int out_features, int group_size, bool symmetric) -> Tensor
 dynamic_conv(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, \
 Tensor weight_scale, Tensor? bias, int[] geometry) -> Tensor
 pack_conv_transpose(Tensor weight, int groups, int[] stride, int[] dilation) -> (Tensor packed, \

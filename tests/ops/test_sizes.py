@@ -167,6 +167,13 @@ REFUSED = {
         ),
         "torchq.dynamic_attention: value must have at most 2147483583 columns, got [1, 2147483648]",
     ),
+    "grouped_linear": (
+        lambda: ops.grouped_linear(
+            *(of(1, 0, dtype=FLOAT), torch.ones(1, dtype=INT), of(2**27, 1, 0, 16, 4, dtype=S8)),
+            *(torch.zeros(1, 1, dtype=INT), NONE, NONE, None, 0, 2**31),
+        ),
+        "torchq.grouped_linear: out_features must lie in [0, 2147483583], got 2147483648. It is",
+    ),
     "pool": (
         lambda: ops.max_pool(of(1, 1, 2**20, 0), [1, 2, 1, 1, 0, 1, 0, 1, 1, 1], False),
         "meets only padding on src [1, 1, 1048576, 0]",

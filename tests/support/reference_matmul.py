@@ -127,3 +127,17 @@ def dynamic_linear(
     offset = f32(torch.zeros(weight.shape[0]) if bias is None else bias)
     dst = acc * f32(weight_scale) * scale + offset
     return dst.reshape(*src.shape[:-1], weight.shape[0])
+
+
+def grouped_linear(
+    src: Tensor, offsets: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
+) -> Tensor:
+    """A dynamic layer for the rows of each group; zeros behind the last one."""
+    dst = torch.zeros(len(src), weight.shape[1])
+    begin = 0
+    for g, end in enumerate(offsets.tolist()):
+        own = None if bias is None else bias[g]
+        if end > begin:
+            dst[begin:end] = dynamic_linear(src[begin:end], weight[g], weight_scale[g], own, True)
+        begin = end
+    return dst

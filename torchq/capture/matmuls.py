@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.attributes.arguments import FLOATS
-from torchq.capture.module_kinds import why_sums
+from torchq.capture.module_kinds import MAX_REDUCTION, why_sums
 from torchq.capture.ops import Arguments, Recognized, Role, Step, is_size, shape_of
 from torchq.nn.batch_norm import TRANSPOSED
 from torchq.nn.fake_scales import weight_scale
-from torchq.nn.float_modules import Attention, AttentionOptions, MatMul
+from torchq.nn.float_modules import Attention, AttentionOptions, GroupedLinear, MatMul
 from torchq.report import reasons
 
 
@@ -94,6 +94,20 @@ def attention(a: Arguments) -> Recognized | str:
     scaled: list[Step] = [(operator.mul, (None, a.scale))] if sized else []
     masked: list[Step] = [] if mask is None else [(operator.add, (None, mask))]
     return Recognized(Role.PRODUCT, module, sources, steps=(*scaled, *masked))
+
+
+def grouped(a: Arguments) -> Recognized | str:
+    """Rows in groups, each times a constant matrix of its own: experts of a mixture."""
+    source = a.nodes["mat2"]  # in the model's dtype
+    matrices = source.meta.get("constant") if isinstance(source, fx.Node) else None
+    if not isinstance(matrices, Tensor) or matrices.dim() != 3 or not isinstance(a.input, fx.Node):
+        return reasons.CHOSEN_MATRIX
+    if len(shape_of(a.input)) != 2 or a.offs is None or (a.bias, a.out_dtype) != (None, None):
+        return reasons.CHOSEN_MATRIX
+    if matrices.shape[1] > MAX_REDUCTION:
+        return reasons.TOO_LONG.format(products=MAX_REDUCTION)
+    module = GroupedLinear(matrices.mT)
+    return Recognized(Role.DYNAMIC, module, [a.input], size=a.nodes["offs"])
 
 
 def inner(a: Arguments) -> Recognized | str:

@@ -24,7 +24,7 @@ class Role(enum.Enum):
     MATMUL = "a sum of products: reads int8, emits int8 or float32"
     NORM = "a factor and a shift per channel: folds into a MATMUL, or becomes a depthwise one"
     PRODUCT = "a matrix product of tensors, or attention: reads int8, emits int8 or float32"
-    DYNAMIC = "attention or a linear, quantized by what it reads in each call: float32 in and out"
+    DYNAMIC = "attention or linear, quantized by what it reads in each call: float32 in and out"
     COMBINE = "several tensors in, requantized: add, mul, cat"
     SLOPES = "a leaky relu with one slope per channel: a post-op of a MATMUL"
     UNARY = "a function of each element: a post-op, or a table between two int8 tensors"

@@ -135,7 +135,7 @@ TABLE: list[Row] = [
     _row(Role.PRODUCT, "scaled_dot_product_attention", matmuls.attention),
     _float(reasons.BILINEAR, "bilinear", is_matmul=True),
     _float(reasons.SEVERAL_MATRICES, "linalg_multi_dot", is_matmul=True),
-    _float(reasons.CHOSEN_MATRIX, "_grouped_mm", is_matmul=True),
+    _row(Role.DYNAMIC, "_grouped_mm", matmuls.grouped, is_matmul=True),
     _float(reasons.TABLE, "embedding embedding_bag"),
     _row(Role.NORM, "batch_norm", matmuls.batch_norm),
     # several tensors

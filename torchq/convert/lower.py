@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import Argument
 
-from torchq.capture.graph import is_reserved
+from torchq.capture.graph import is_reserved, parameters_of
 from torchq.capture.ops import Op, Role, Split, is_resampling, reads_strides
 from torchq.convert.float_forms import channels_last, float_form
 from torchq.convert.quantized_layers import lookup, quantized
@@ -20,12 +20,14 @@ from torchq.convert.settled import Settled
 from torchq.graphs.module import QuantizedGraph
 from torchq.models.state import twin
 from torchq.nn.attention import DynamicQAttention
-from torchq.nn.float_modules import Attention, Cat, Rotary
+from torchq.nn.float_modules import Attention, Cat, GroupedLinear, Rotary
 from torchq.nn.from_float import naming, pool_from_float
+from torchq.nn.grouped import grouped_from_float
 from torchq.nn.packed_weights import PackedWeights
 from torchq.nn.pad import QPad
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
 from torchq.planning.layers import Layer
+from torchq.quantization.config import QConfig
 from torchq.quantization.qparams import QParams
 
 _Form = Callable[[fx.Node], fx.Node]
@@ -323,7 +325,10 @@ class Lowering:
             dst = self._flat(op, dst)
             return self._as_in_model(op.node, dst, op.srcs[0].meta["value"].dtype)
         config = self.plan.config(op.base)
-        assert isinstance(op.module, nn.Linear) and config is not None
+        assert config is not None
+        if isinstance(op.module, GroupedLinear):
+            return self._grouped(op, op.module.weight, config)
+        assert isinstance(op.module, nn.Linear)
         name, sample = f"{self.plan.prefix}{op.base}", self.settled.samples.get(op.base)
         with naming(name):
             linear = self._weights.dynamic(name, op.module, config, op.weight_scale, sample)
@@ -331,6 +336,15 @@ class Lowering:
             operands = [self.float_of(operand) for operand in op.operands]
             sources += [op.post_ops, operands or None]
         return self.call(op.name, linear, *sources)
+
+    def _grouped(self, op: Op, weight: Tensor, config: QConfig) -> fx.Node:
+        """Return the call of a product of rows in groups."""
+        known = parameters_of(op.node)  # its one name, which the model's own code has for it, too
+        name = f"{self.plan.prefix}{next(iter(known)) if len(known) == 1 else op.base}"
+        with naming(f"{self.plan.prefix}{op.base}"):
+            module = grouped_from_float(name, weight, None, config, self._weights)
+        offsets = fx.node.map_arg(op.size, self.float_of)
+        return self.call(op.name, module, self.float_of(op.srcs[0]), offsets)
 
     def _attention_arguments(self, op: Op) -> list[Argument]:
         """Return the mask, and the scale where it is known at run time only.

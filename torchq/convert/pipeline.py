@@ -235,7 +235,7 @@ def _converted(prepared: Model, strict: bool, every_leaf: bool, weights: PackedW
     rows = with_coarse(found, prepared, [*settled, *alone.values()])
     if strict:
         check_strict(rows, prepared.torchq_weights)  # type: ignore[arg-type]
-    memo = _units(prepared)
+    memo = _units(prepared, weights)
     sources = _lower(graphs, settled, weights, memo)
     for name, leaf in leaves.items():
         made = converted_leaf(leaf, sources[name], alone[name], weights, every_leaf)
@@ -255,11 +255,13 @@ def _converted(prepared: Model, strict: bool, every_leaf: bool, weights: PackedW
     return refusing_conversions(without_gradients(result.eval()))
 
 
-def _units(prepared: nn.Module) -> dict[int, nn.Module]:
+def _units(prepared: nn.Module, weights: PackedWeights) -> dict[int, nn.Module]:
     """Return by id of each module that is quantized as one unit: what it becomes."""
     modules = dict(prepared.named_modules())
     units = {name: module for name, module in modules.items() if isinstance(module, SELF_CONTAINED)}
-    return {id(unit): take_hooks(converted(unit, name), unit) for name, unit in units.items()}
+    return {
+        id(unit): take_hooks(converted(unit, name, weights), unit) for name, unit in units.items()
+    }
 
 
 def _lower(

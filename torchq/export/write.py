@@ -24,6 +24,7 @@ from torchq.graphs.module import QuantizedGraph
 from torchq.models.inputs import Inputs, split_inputs
 from torchq.nn.attention import DynamicQAttention
 from torchq.nn.dynamic_int4 import DynamicQLinearInt4
+from torchq.nn.grouped import GroupedLinearBase
 from torchq.quantization.qparams import QParams
 from torchq.serialization.files import write_file
 
@@ -191,7 +192,7 @@ def _why(module: nn.Module) -> str:
     name = type(module).__name__
     if type(module).__module__.startswith("torchq.nn.rnn"):
         return f"{name} has none: int8 recurrent layers are no operators of ONNX"
-    if isinstance(module, DynamicQLinearInt4 | DynamicQAttention):
+    if isinstance(module, DynamicQLinearInt4 | GroupedLinearBase | DynamicQAttention):
         remedy = "quantize with calibration data and recipe='fast'"
         return f"{name} has none: it chooses scales in each call; {remedy}"
     return f"{name} has none"

@@ -11,11 +11,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchq.functional.placeholders import limited_placeholders
+from torchq.nn.experts import QExperts
 from torchq.nn.leaf import Leaf
 from torchq.nn.module import LAYOUT_VERSION, read_spec
 from torchq.serialization.states import quantized_modules
 from torchq.serialization.tensor_file import digest, is_short
 
+QUANTIZED = (Leaf, QExperts)
+"""What takes the place of float modules."""
 _DIGESTS = "torchq_digests"
 _STORED = {"layer.weight": "weight", "rows": "weight"}
 """Names that packed tensors of a quantized layer have in files: those of the float weight.
@@ -49,7 +52,7 @@ def digests_of(model: nn.Module) -> dict[str, str]:
 
     transformers renames layers while it saves and loads them.
     """
-    leaves = (module for module in model.modules() if isinstance(module, Leaf))
+    leaves = (module for module in model.modules() if isinstance(module, QUANTIZED))
     return {_DIGESTS: " ".join(sorted({digest(leaf.state_dict()) for leaf in leaves}))}
 
 

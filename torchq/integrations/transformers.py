@@ -23,10 +23,12 @@ from torchq.attributes.options import (
     WeightBits,
 )
 from torchq.capture.module_kinds import why_sums
+from torchq.convert.self_contained import converted, observed
 from torchq.convert.swap.checks import check_finite
 from torchq.convert.swap.leaves import equivalent_layer
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.integrations.checkpoint import (
+    QUANTIZED,
     digests_of,
     packed_name,
     read_leaves,
@@ -37,6 +39,8 @@ from torchq.models.conversions import refusing_conversions
 from torchq.models.inputs import Model, without_gradients
 from torchq.nn.batch_norm import weight_of
 from torchq.nn.embedding import QEmbedding
+from torchq.nn.experts import QExperts
+from torchq.nn.float_modules import is_experts
 from torchq.nn.leaf import Leaf, QuantizedLeaf, take_hooks, without_hooks
 from torchq.nn.packed_weights import PackedWeights
 from torchq.quantization.config import QConfig
@@ -200,7 +204,7 @@ class TorchqQuantizer(HfQuantizer):
         found: dict[str, str] = {}
         tables = (nn.Embedding,) if self.quantization_config.embedding_bits else ()
         for name, module in model.named_modules():
-            if not isinstance(module, (nn.Linear, Conv1D, *tables)):
+            if not (isinstance(module, (nn.Linear, Conv1D, *tables)) or is_experts(module)):
                 continue
             found[name] = ""
             if name in tied:
@@ -229,6 +233,8 @@ class TorchqQuantizer(HfQuantizer):
             leaf: nn.Module = QEmbedding.from_float(
                 without_hooks(layer), bits=config.embedding_bits
             )
+        elif is_experts(module):
+            leaf = converted(observed(without_hooks(module), config, name), name, PackedWeights())
         elif isinstance(layer, nn.Linear) and not why_sums(layer):
             leaf = ObservedLeaf(layer, config, name).dynamic(config, PackedWeights())
         else:
@@ -255,10 +261,16 @@ class TorchqQuantizer(HfQuantizer):
         renamings = [c for c in weight_conversions if isinstance(c, WeightRenaming)]
         names: dict[str, str] = {}
         for name, leaf in read_leaves(self._files).items():
-            weight = f"{name}.weight"
+            own = "down_proj" if isinstance(leaf, QExperts) else "weight"
+            weight = f"{name}.{own}"
             key, _ = rename_source_key(weight, renamings, [], model.base_model_prefix, state)
-            if key in state:  # else it belongs to a head that this class has not
-                model.set_submodule(key.removesuffix(".weight"), initialized(leaf))
+            if key not in state:  # it belongs to a head that this class has not
+                continue
+            place = key.removesuffix(f".{own}")
+            if isinstance(leaf, QExperts):
+                leaf.adopt(model.get_submodule(place))
+            model.set_submodule(place, initialized(leaf))
+            if isinstance(leaf, Leaf):
                 stored, _ = rename_source_key(weight, renamings, [])
                 names[stored] = f"{stored.removesuffix('weight')}{packed_name(leaf)}"
         weight_conversions.append(_PackedNames(names))
@@ -267,12 +279,13 @@ class TorchqQuantizer(HfQuantizer):
     @torch.no_grad()
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: object) -> nn.Module:
         for name, reason in list(self._reasons.items()):
-            if not reason and not isinstance(model.get_submodule(name), Leaf):
-                self.make_leaf(model, name)  # its bias came late, or its weight is a new one
+            if not reason and not isinstance(model.get_submodule(name), QUANTIZED):
+                # experts, or its bias came late, or its weight is a new one
+                self.make_leaf(model, name)
         if self.pre_quantized:
             with refusing(self._files):
                 for module in model.modules():
-                    if isinstance(module, Leaf):
+                    if isinstance(module, QUANTIZED):
                         module.load_state_dict(module.state_dict())  # checks what transformers set
         vars(model)["torchq_report"] = _report(model, self._reasons)
         return refusing_conversions(without_gradients(model))
@@ -349,7 +362,8 @@ class _MakeLeaf(ConversionOps):
 
 def initialized(leaf: Model) -> Model:
     """Return the leaf with the mark that keeps transformers from giving it random weights."""
-    for part in (*leaf.modules(), leaf.weight, leaf.bias):
+    read = (leaf.weight, leaf.bias) if isinstance(leaf, Leaf) else ()
+    for part in (*leaf.modules(), *read):
         if part is not None:
             vars(part)["_is_hf_initialized"] = True
     return leaf
@@ -362,11 +376,13 @@ def _report(model: nn.Module, known: Mapping[str, str]) -> list[Row]:
         is_table = isinstance(module, QEmbedding) or (
             isinstance(module, nn.Embedding) and name in known
         )
-        if is_table or isinstance(module, (nn.Linear, Conv1D, QuantizedLeaf)):
-            quantized = isinstance(module, Leaf)
+        experts = isinstance(module, QExperts) or is_experts(module)
+        if is_table or experts or isinstance(module, (nn.Linear, Conv1D, QuantizedLeaf)):
+            quantized = isinstance(module, QUANTIZED)
             reason = "" if quantized else known.get(name, reasons.FLOAT_IN_FILE)
             # a leaf has the attributes of the float layer
             kind = "Embedding" if is_table else "Conv1D" if hasattr(module, "nf") else "Linear"
+            kind = "Experts" if experts else kind
             requested = reason in _CHOSEN
             rows.append(Row(name, kind, quantized, reason, name, not is_table, requested))
     return rows

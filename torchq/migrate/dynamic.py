@@ -179,7 +179,7 @@ def _note(layer: nn.Module) -> str:
 def _dynamic(layer: nn.Module, name: str, config: QConfig) -> nn.Module:
     layer = without_hooks(layer)
     if isinstance(layer, RECURRENT) or is_experts(layer):
-        return converted(observed(layer, config, name), name)
+        return converted(observed(layer, config, name), name, PackedWeights())
     return ObservedLeaf(layer, config, name).dynamic(config, PackedWeights())
 
 

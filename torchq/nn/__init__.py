@@ -11,6 +11,7 @@ from torchq.nn.dynamic_conv import DynamicQConv1d, DynamicQConv2d, DynamicQConv3
 from torchq.nn.dynamic_int4 import DynamicQLinearInt4
 from torchq.nn.embedding import QEmbedding, QEmbeddingBag
 from torchq.nn.float_modules import Add, AttentionOptions, Cat, DeQuantStub, Mul, QuantStub
+from torchq.nn.grouped import DynamicQGroupedLinear, DynamicQGroupedLinearInt4
 from torchq.nn.leaf import QuantizedLeaf
 from torchq.nn.linear import QLinear
 from torchq.nn.matmul import QMatMul
@@ -51,6 +52,8 @@ __all__ = [
     "DynamicQConv1d",
     "DynamicQConv2d",
     "DynamicQConv3d",
+    "DynamicQGroupedLinear",
+    "DynamicQGroupedLinearInt4",
     "DynamicQLinear",
     "DynamicQLinearInt4",
     "Mul",

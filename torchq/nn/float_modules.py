@@ -47,6 +47,19 @@ class MatMul(nn.Module):
         return torch.matmul(src0, src1)
 
 
+class GroupedLinear(nn.Module):
+    """Rows in groups, each times a weight of its own; ``weight`` is ``(groups, out, in)``."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """Take the weights of all groups."""
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach(), False)
+
+    def forward(self, src: Tensor, offsets: Tensor) -> Tensor:
+        """Multiply; ``offsets`` are where the rows of each group end."""
+        return F.grouped_mm(src, self.weight.mT, offs=offsets)
+
+
 class Rotary(nn.Module):
     """``src * cos + turned * sin``, where ``turned`` has the halves of each row: -second, first.
 

@@ -191,3 +191,13 @@ def _(src: Tensor, compensation: Tensor) -> Tensor:
 @fake("dynamic_linear_int4")
 def _(src: Tensor, out_features: int) -> Tensor:
     return src.new_empty([*src.shape[:-1], out_features])
+
+
+@fake("grouped_linear")
+def _(src: Tensor, out_features: int) -> Tensor:
+    return src.new_empty([src.shape[0], out_features])
+
+
+@fake("grouped_linear_int4")
+def _(src: Tensor, out_features: int) -> Tensor:
+    return src.new_empty([src.shape[0], out_features])

@@ -97,10 +97,10 @@ def _kind(leaf: nn.Module) -> str:
 def _of_experts(leaf: QExperts, module: nn.Module) -> dict[str, tuple[object, object]]:
     """Return the shapes of stacked weights in the file and in the model."""
     pairs: dict[str, tuple[object, object]] = {}
-    for key, layers in zip(expert_weights(module), (leaf.up, leaf.down), strict=True):
-        shape = [layers[0].out_features, layers[0].in_features]
+    for key, layer in zip(expert_weights(module), (leaf.up, leaf.down), strict=True):
+        shape = [layer.out_features, layer.in_features]
         shape = shape[::-1] if module.is_transposed else shape
-        pairs[key] = [len(layers), *shape], [*getattr(module, key).shape]
+        pairs[key] = [layer.groups, *shape], [*getattr(module, key).shape]
     return pairs
 
 

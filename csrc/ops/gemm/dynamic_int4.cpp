@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// torchq::dynamic_linear_int4: float in, float out, 4-bit weights in groups (Int4Tile in
-// kernels/gemm/contract.h). Each row of the source is quantized to s8 by its largest magnitude.
+// torchq::dynamic_linear_int4 and grouped_linear_int4: float in, float out, 4-bit weights in groups
+// along k (Int4Tile in kernels/gemm/contract.h). Each row of the source is quantized to s8 by its
+// largest magnitude.
 #include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
+#include "ops/gemm/groups.h"
 #include "ops/gemm/packed_weights.h"
 #include "ops/rows/real.h"
 #include "runtime/bfloat16.h"
@@ -18,34 +20,58 @@ namespace torchq {
 namespace {
 
 constexpr const char* kOp = "dynamic_linear_int4";
+constexpr const char* kGroupedOp = "grouped_linear_int4";
 
-void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Tensor& params,
-                  int64_t in_features, int64_t out_features, int64_t group_size, bool symmetric) {
-  TORCH_CHECK_VALUE(group_size == 32 || group_size == 64 || group_size == 128, "torchq.", kOp,
+void check_float(const char* op, const at::Tensor& src) {
+  TORCH_CHECK_TYPE(src.scalar_type() == at::kFloat, "torchq.", op, ": src must be float32, got ",
+                   dtype_name(src.scalar_type()), ". Convert it with .float().");
+  check_cpu(op, "src", src);
+}
+
+void check_bias(const char* op, const std::optional<at::Tensor>& bias, int64_t channels) {
+  if (!bias.has_value()) return;
+  check_param(op, "bias", *bias, at::kFloat);
+  check_numel(op, "bias", *bias, channels);
+}
+
+void check_weight(const char* op, const at::Tensor& src, const at::Tensor& weight,
+                  const at::Tensor& params, int64_t in_features, int64_t channels,
+                  int64_t group_size, bool symmetric) {
+  TORCH_CHECK_VALUE(group_size == 32 || group_size == 64 || group_size == 128, "torchq.", op,
                     ": group_size must be 32, 64 or 128, got ", group_size,
                     ". Pack the weight with torchq.packing.pack_linear_int4.");
-  check_param(kOp, "weight", weight, at::kByte);
-  check_param(kOp, "params", params, at::kInt);
-  TORCH_CHECK_VALUE(src.dim() >= 1 && src.size(-1) == in_features, "torchq.", kOp,
+  check_param(op, "weight", weight, at::kByte);
+  check_param(op, "params", params, at::kInt);
+  TORCH_CHECK_VALUE(src.dim() >= 1 && src.size(-1) == in_features, "torchq.", op,
                     ": src must be (*, ", in_features, "), got ", src.sizes(),
                     ". Check the layer's in_features.");
-  const int64_t panels = ceil_div(out_features, kPanel);
+  const int64_t panels = ceil_div(channels, kPanel);
   const int64_t groups = ceil_div(in_features, group_size);
   const int64_t lanes = symmetric ? ceil_div(groups, 2) : groups;
   TORCH_CHECK_VALUE(
-      out_features >= 0 &&
+      channels >= 0 &&
           weight.sizes() == at::IntArrayRef({panels, ceil_div(in_features, 8), kPanel, kQuad}) &&
           params.sizes() == at::IntArrayRef({panels, lanes, kPanel}),
-      "torchq.", kOp, ": weight must be [ceil(N/16), ceil(K/8), 16, 4] with params [ceil(N/16), ",
-      lanes, ", 16] for N = ", out_features, ", K = ", in_features, ", got ", weight.sizes(),
-      " and ", params.sizes(), ". Pack it with torchq.packing.pack_linear_int4.");
+      "torchq.", op, ": weight must be [ceil(N/16), ceil(K/8), 16, 4] with params [ceil(N/16), ",
+      lanes, ", 16] for N = ", channels, ", K = ", in_features, ", got ", weight.sizes(), " and ",
+      params.sizes(), ". Pack it with torchq.packing.pack_linear_int4.");
 }
 
-struct Rows {
-  const int8_t* values;
-  const int32_t* sums;
-  const float* scale;
-};
+/// A tile of a whole checked weight; rows, channels and dst are still to be set.
+Int4Tile tile_of(const at::Tensor& weight, const at::Tensor& params,
+                 const std::optional<at::Tensor>& bias, int64_t in_features, int64_t group_size,
+                 bool symmetric) {
+  Int4Tile t{};
+  t.k = weight.size(1) * 8;
+  t.group = group_size;
+  t.groups = ceil_div(in_features, group_size);
+  t.weight = static_cast<const int8_t*>(weight.const_data_ptr());
+  t.params = params.const_data_ptr<int32_t>();
+  t.has_zeros = !symmetric;
+  t.bias = bias.has_value() ? bias->const_data_ptr<float>() : nullptr;
+  t.panels = static_cast<int>(weight.size(0));
+  return t;
+}
 
 /// Makes s8 of u8 with zero point 128, and returns their sum. `count`: a multiple of 8, up to 256.
 int32_t to_signed(uint8_t* bytes, int64_t count) {
@@ -61,9 +87,10 @@ int32_t to_signed(uint8_t* bytes, int64_t count) {
   return static_cast<int32_t>(sums * 0x0001000100010001 >> 48) - 128 * static_cast<int32_t>(count);
 }
 
-/// src as s8, and its sums by group; ValueError for what is not finite.
-Rows quantize_rows(ScratchFrame& scratch, const Kernels& tier, const at::Tensor& src,
-                   const Int4Tile& t) {
+/// Sets the tile's source: the first rows of src as s8, and their sums by group. ValueError for
+/// what is not finite.
+void quantize_rows(const char* op, ScratchFrame& scratch, const Kernels& tier,
+                   const at::Tensor& src, Int4Tile& t) {
   const int64_t size = src.size(-1);
   const float* values = src.const_data_ptr<float>();
   uint8_t* bytes = scratch.take<uint8_t>(t.rows, t.k);
@@ -81,11 +108,13 @@ Rows quantize_rows(ScratchFrame& scratch, const Kernels& tier, const at::Tensor&
     }
   });
   for (int64_t r = 0; r < t.rows; ++r) {
-    TORCH_CHECK_VALUE(!std::isnan(scale[r]), "torchq.", kOp,
+    TORCH_CHECK_VALUE(!std::isnan(scale[r]), "torchq.", op,
                       ": src must be finite, got NaN or inf in row ", r,
                       ". Its range decides the scale; repair what produced it.");
   }
-  return {reinterpret_cast<const int8_t*>(bytes), sums, scale};
+  t.src = reinterpret_cast<const int8_t*>(bytes);
+  t.sums = sums;
+  t.src_scale = scale;
 }
 
 /// The tile's rows and panels cut out of it.
@@ -146,15 +175,9 @@ at::Tensor dynamic_linear_int4(const at::Tensor& src_arg, const at::Tensor& weig
   OpTrace trace(kOp);
   const Kernels& tier = kernels();
   trace.ran(tier, "gemm_int4");
-  TORCH_CHECK_TYPE(src_arg.scalar_type() == at::kFloat, "torchq.", kOp,
-                   ": src must be float32, got ", dtype_name(src_arg.scalar_type()),
-                   ". Convert it with .float().");
-  check_cpu(kOp, "src", src_arg);
-  check_weight(src_arg, weight, params, in_features, out_features, group_size, symmetric);
-  if (bias.has_value()) {
-    check_param(kOp, "bias", *bias, at::kFloat);
-    check_numel(kOp, "bias", *bias, out_features);
-  }
+  check_float(kOp, src_arg);
+  check_weight(kOp, src_arg, weight, params, in_features, out_features, group_size, symmetric);
+  check_bias(kOp, bias, out_features);
   c10::SmallVector<int64_t, 5> sizes(src_arg.sizes().begin(), src_arg.sizes().end());
   sizes.back() = out_features;
   at::Tensor dst = empty_dst(sizes, at::kFloat);
@@ -164,25 +187,51 @@ at::Tensor dynamic_linear_int4(const at::Tensor& src_arg, const at::Tensor& weig
       [&] { return describe_call({src_arg}, dst, c10::str("group_size:", group_size), post_ops); });
   const at::Tensor src = src_arg.contiguous();
   ScratchFrame scratch;
-  Int4Tile t{};
+  Int4Tile t = tile_of(weight, params, bias, in_features, group_size, symmetric);
   t.rows = dst.numel() / out_features;
-  t.k = weight.size(1) * 8;
-  t.group = group_size;
-  t.groups = ceil_div(in_features, group_size);
-  const Rows rows = quantize_rows(scratch, tier, src, t);
-  t.src = rows.values;
-  t.sums = rows.sums;
-  t.src_scale = rows.scale;
-  t.weight = static_cast<const int8_t*>(weight.const_data_ptr());
-  t.params = params.const_data_ptr<int32_t>();
-  t.has_zeros = !symmetric;
-  t.bias = bias.has_value() ? bias->const_data_ptr<float>() : nullptr;
-  t.panels = static_cast<int>(weight.size(0));
   t.channels = out_features;
+  quantize_rows(kOp, scratch, tier, src, t);
   t.dst = dst.mutable_data_ptr<float>();
   t.dst_stride = out_features;
   multiply(tier, t);
   if (!out.is_plain()) finish(out, t.dst, dst.numel());
+  return dst;
+}
+
+at::Tensor grouped_linear_int4(const at::Tensor& src_arg, const at::Tensor& offsets,
+                               const at::Tensor& weight, const at::Tensor& params,
+                               const std::optional<at::Tensor>& bias, int64_t in_features,
+                               int64_t out_features, int64_t group_size, bool symmetric) {
+  OpTrace trace(kGroupedOp);
+  const Kernels& tier = kernels();
+  trace.ran(tier, "gemm_int4");
+  check_float(kGroupedOp, src_arg);
+  check_grouped(kGroupedOp, src_arg, offsets, weight, out_features);
+  const int64_t channels = weight.size(0) * kPanel;
+  check_weight(kGroupedOp, src_arg, weight, params, in_features, channels, group_size, symmetric);
+  check_bias(kGroupedOp, bias, channels);
+  at::Tensor dst = empty_dst({src_arg.size(0), out_features}, at::kFloat);
+  if (is_done(dst)) return dst;
+  trace.describe([&] {
+    return describe_call({src_arg}, dst,
+                         c10::str("groups:", offsets.numel(), " group_size:", group_size));
+  });
+  const RowGroups groups(kGroupedOp, offsets, src_arg.size(0));
+  zero_rest(groups, dst);
+  const at::Tensor src = src_arg.contiguous();
+  ScratchFrame scratch;
+  Int4Tile t = tile_of(weight, params, bias, in_features, group_size, symmetric);
+  t.rows = groups.rows();
+  t.channels = channels;
+  quantize_rows(kGroupedOp, scratch, tier, src, t);
+  t.dst_stride = out_features;
+  const int64_t panels = panels_of(out_features);
+  groups.for_each([&](int64_t group, Range rows) {
+    Int4Tile own = slice_of(t, rows, {group * panels, (group + 1) * panels});
+    own.channels = out_features;
+    own.dst = dst.mutable_data_ptr<float>() + rows.begin * out_features;
+    multiply(tier, own);
+  });
   return dst;
 }
 
@@ -191,4 +240,5 @@ at::Tensor dynamic_linear_int4(const at::Tensor& src_arg, const at::Tensor& weig
 
 TORCH_LIBRARY_IMPL(torchq, CPU, m) {
   torchq::implement<&torchq::dynamic_linear_int4>(m, "dynamic_linear_int4");
+  torchq::implement<&torchq::grouped_linear_int4>(m, "grouped_linear_int4");
 }
