@@ -22,9 +22,9 @@ class QExperts(QModule):
     ``e = index[row, k]``.
 
     Shapes:
-        hidden_states: float32 or bfloat16 ``(rows, features)``.
+        hidden_states: float32, bfloat16 or float16 ``(rows, features)``.
         top_k_index: int64 ``(rows, k)``, the experts of a row; others than experts count nothing.
-        top_k_weights: float32 or bfloat16 ``(rows, k)``.
+        top_k_weights: float32, bfloat16 or float16 ``(rows, k)``.
     """
 
     def __init__(self, up: list[nn.Module], down: list[nn.Module], gate: nn.Module | None) -> None:
