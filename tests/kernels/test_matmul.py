@@ -267,7 +267,7 @@ def test_weight_only_int8_with_post_ops_and_a_destination(isa: str, dtype: torch
     chain.append_eltwise("relu").append_binary("add", columns, 4)
     attr = Attr().set_scales("weights", 0, 0.01).set_post_ops(chain)
     if dtype != F32:
-        attr.set_scales("dst", 0, 0.05).set_zero_points("dst", 0, 9)
+        attr.set_scales("dst", 0, 0.5).set_zero_points("dst", 0, 9)
     got = TF.matmul(src, weight, bias, attr, dtype, [old])
     real = src @ (torch.tensor(0.01) * weight.float()) + bias
     real = real.double() * rows.reshape(2, 5, 1) + 0.5 * (old.double() - 7)
@@ -277,7 +277,7 @@ def test_weight_only_int8_with_post_ops_and_a_destination(isa: str, dtype: torch
         torch.testing.assert_close(got.double(), real, rtol=0, atol=1e-5)
         return
     info = torch.iinfo(dtype)
-    steps = got.double() - (real / 0.05 + 9).clamp(info.min, info.max)
+    steps = got.double() - (real / 0.5 + 9).clamp(info.min, info.max)
     assert float(steps.abs().max()) < 0.501
 
 
