@@ -3,8 +3,8 @@
 // torchq/runtime/fakes.py and matmul_fakes.py. Schemas are append-only once released
 // (tests/ops/test_schemas.py).
 //
-// dst_dtype is a ScalarType's number (uint8 0, int8 1, int32 3, float32 6, bfloat16 15): an int
-// costs a call 0.6 us less. geometry is one list for the same reason; its layout is in
+// dst_dtype is a ScalarType's number (uint8 0, int8 1, int32 3, float16 5, float32 6, bfloat16 15):
+// an int costs a call 0.6 us less. geometry is one list for the same reason; its layout is in
 // ops/conv/geometry.h.
 #include <ATen/autocast_mode.h>
 #include <c10/core/GradMode.h>
@@ -211,7 +211,8 @@ TORCH_LIBRARY(torchq, m) {
       tags);
   m.def(
       "reduction(Tensor src, str alg, int[] dims, bool keepdim, Tensor scales, "
-      "Tensor zero_points, int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor",
+      "Tensor zero_points, int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None, "
+      "float p=2.0, float eps=0.0) -> Tensor",
       tags);
   m.def(
       "resampling(Tensor src, str alg, int[] size, Tensor scales, Tensor zero_points, "
@@ -310,24 +311,25 @@ bool adds_float32(const torch::jit::Stack& stack) {
   return false;
 }
 
-/// Boxed, of the ops whose float forms autocast runs in bfloat16: rounds their float32 results. A
-/// sum with float32 is float32, as promotion of types has it.
+/// Boxed, of the ops whose float forms autocast runs in a half type: rounds their float32 results.
+/// A sum with float32 is float32, as promotion of types has it.
 void autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const at::ScalarType dtype = at::autocast::get_autocast_dtype(at::kCPU);
   const std::string name = op.schema().name().substr(std::string("torchq::").size());
-  TORCH_CHECK_TYPE(dtype == at::kBFloat16, "torchq.", name,
-                   ": the dtype of torch.autocast(\"cpu\") ", "must be torch.bfloat16, got ",
-                   dtype_name(dtype), ". Name it, or leave autocast to compute in float32.");
+  TORCH_CHECK_TYPE(is_half_type(dtype), "torchq.", name,
+                   ": the dtype of torch.autocast(\"cpu\") must be torch.bfloat16 or ",
+                   "torch.float16, got ", dtype_name(dtype),
+                   ". Name it, or leave autocast to compute in float32.");
   const bool is_float32 = adds_float32(*stack);
-  if (is_float32) {  // else a bfloat16 source would have the result rounded
+  if (is_float32) {  // else a source of a half type would have the result rounded
     for (c10::IValue& value : *stack) {
-      const bool narrow = value.isTensor() && value.toTensor().scalar_type() == at::kBFloat16;
+      const bool narrow = value.isTensor() && is_half_type(value.toTensor().scalar_type());
       if (narrow) value = value.toTensor().to(at::kFloat);
     }
   }
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCPU);
   op.callBoxed(stack);
-  if (!is_float32) stack->back() = rounded(stack->back().toTensor());
+  if (!is_float32) stack->back() = rounded(stack->back().toTensor(), dtype);
 }
 
 template <auto* kBoxed>

@@ -25,7 +25,7 @@ def prepare(
     """Return a copy of ``model`` with observers in place, as :func:`torchq.prepare`.
 
     Args:
-        model: float32 or bfloat16, in eval mode; it stays as it is.
+        model: float32, bfloat16 or float16, in eval mode; it stays as it is.
         example_inputs: one call's inputs: a tensor, a tuple, or a dict of keyword arguments. Layers
             that the call does not reach stay float.
         config: how to quantize; the default is QConfig().
@@ -67,7 +67,7 @@ def quantize(
     """Call :func:`prepare`, :func:`calibrate` and :func:`convert`.
 
     Args:
-        model: float32 or bfloat16, in eval mode.
+        model: float32, bfloat16 or float16, in eval mode.
         data: batches to calibrate with: tensors, tuples, or dicts of keyword arguments.
         example_inputs: one call's inputs.
         config: how to quantize; the default is QConfig().

@@ -326,9 +326,18 @@ class Peer:
         request.tensor("beta", beta)
         return self._run_on(request, src.shape, src=src)
 
-    def reduction(self, src: Tensor, algorithm: str, dims: Sequence[int], **attributes: Any) -> Any:
-        """``reduction_<algorithm>`` over ``dims``, which keep size 1."""
-        request = Request("reduction", attributes, algorithm=f"reduction_{algorithm}")
+    def reduction(
+        self,
+        src: Tensor,
+        algorithm: str,
+        dims: Sequence[int],
+        p: float = 0,
+        epsilon: float = 0,
+        **attributes: Any,
+    ) -> Any:
+        """``reduction_<algorithm>`` over ``dims``, which keep size 1; ``p`` is of norms."""
+        name = f"reduction_{algorithm}"
+        request = Request("reduction", attributes, algorithm=name, p=p, epsilon=epsilon)
         shape = [1 if dim in dims else size for dim, size in enumerate(src.shape)]
         return self._run_on(request, shape, src=src)
 

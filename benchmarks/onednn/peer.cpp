@@ -183,7 +183,8 @@ Job group_normalization(const Request& r) {
 #endif
 
 Job reduction(const Request& r) {
-  return prepare<dnnl::reduction>(r, r.alg(), r.desc("src"), r.desc("dst"), 0.f, 0.f);
+  return prepare<dnnl::reduction>(r, r.alg(), r.desc("src"), r.desc("dst"), r.number("p"),
+                                  r.number("epsilon"));
 }
 
 Job resampling(const Request& r) {

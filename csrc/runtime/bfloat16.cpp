@@ -15,21 +15,18 @@ c10::OperatorHandle find_op(const char* op) {
   return c10::Dispatcher::singleton().findSchemaOrThrow((std::string("torchq::") + op).c_str(), "");
 }
 
-/// Returns the float32 tensor of the same values, where `t` is bfloat16.
+/// Returns the float32 tensor of the same values, where `t` is of a half type.
 at::Tensor widened(const char* op, const std::string& argument, const at::Tensor& t) {
   if (!border::is_half(t)) return t;
-  TORCH_CHECK_TYPE(t.scalar_type() != at::kHalf, "torchq.", op, ": ", argument,
-                   " must be float32 or bfloat16 where it is floating-point, got float16. Convert ",
-                   "it with .float() or .bfloat16().");
   check_cpu(op, argument.c_str(), t);
   return empty_dst_like(t, at::kFloat).copy_(t);
 }
 
 }  // namespace
 
-at::Tensor rounded(const at::Tensor& t) {
+at::Tensor rounded(const at::Tensor& t, at::ScalarType half) {
   if (t.scalar_type() != at::kFloat) return t;
-  return empty_dst_like(t, at::kBFloat16).copy_(t);
+  return empty_dst_like(t, half).copy_(t);
 }
 
 namespace border {
@@ -47,10 +44,12 @@ void run_in_float32(const char* op, torch::jit::Stack& stack) {
   const bool one_result = schema.returns().size() == 1;
   const int at = find_dst_dtype(op);
   const bool follows = at < 0 || stack[at].isNone();
-  bool gives = follows && one_result && stack[0].isTensor() && is_half(stack[0].toTensor());
-  if (!follows && is_bfloat16(stack[at].toInt())) {
+  at::ScalarType given = at::kFloat;
+  if (follows && one_result && stack[0].isTensor()) {
+    given = stack[0].toTensor().scalar_type();
+  } else if (!follows && names_half(stack[at].toInt())) {
+    given = static_cast<at::ScalarType>(stack[at].toInt());
     stack[at] = static_cast<int64_t>(at::kFloat);
-    gives = true;
   }
   for (size_t i = 0; i < stack.size(); ++i) {
     const std::string& argument = schema.arguments()[i].name();
@@ -64,7 +63,7 @@ void run_in_float32(const char* op, torch::jit::Stack& stack) {
     }
   }
   handle.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
-  if (gives && !only_checks()) stack.back() = rounded(stack.back().toTensor());
+  if (is_half_type(given) && !only_checks()) stack.back() = rounded(stack.back().toTensor(), given);
 }
 
 void refuse(const char* op, const TooLarge& error) {

@@ -74,8 +74,8 @@ inline DType dst_dtype_of(const char* op, int64_t dst_dtype) {
       TORCH_CHECK_NOT_IMPLEMENTED(
           false, "torchq.", op,
           ": dst_dtype must be 0 (uint8), 1 (int8), 3 (int32), 6 (float32) or, of an op with one ",
-          "result, 15 (bfloat16), got ", dst_dtype, ". The nearest supported destination is ",
-          "float32.");
+          "result, 15 (bfloat16) or 5 (float16), got ", dst_dtype, ". The nearest supported ",
+          "destination is float32.");
   }
 }
 

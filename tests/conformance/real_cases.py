@@ -29,6 +29,7 @@ import torchq.functional as TF
 from torchq import Attr
 
 ONE = (1.0, 0)
+NORMS = ("norm_lp_max", "norm_lp_sum", "norm_lp_power_p_max", "norm_lp_power_p_sum")
 _HAS_AVX512 = "avx512" in torchq.supported_isas()
 
 
@@ -139,7 +140,8 @@ def sum_(rng: random.Random, data: torch.Generator, index: int) -> Case:
 def reduction(rng: random.Random, data: torch.Generator, index: int) -> Case:
     dtype = rng.choice((U8, S8, S32, F32))
     dst_dtype = rng.choice((dtype, S32, F32))
-    alg = rng.choice(("sum", "mean", "max", "min", "mul"))
+    alg = rng.choice(("sum", "mean", "max", "min", "mul", *NORMS))
+    p, eps = rng.choice((1.0, 2.0, 3.0, 1.5)), rng.choice((0.0, 0.5))
     shape = small(rng)
     dims = sorted(rng.sample(range(4), rng.randint(1, 3)))
     src = tensor(data, dtype, *shape)
@@ -155,19 +157,28 @@ def reduction(rng: random.Random, data: torch.Generator, index: int) -> Case:
             for dim in dims:
                 y = y.prod(dim, keepdim=True)
             return chain.exact(Exact(y, 64 * EPSILON * y.abs()))
+        terms = math.prod(shape[dim] for dim in dims)
+        if alg in NORMS:  # a power, a sum of that many, and a root, of float32 each
+            y = oracle.norm(alg, x.abs().pow(p).sum(dims, keepdim=True), p, eps)
+            return chain.exact(Exact(y, (terms + 64) * EPSILON * y.abs()))
         reduce = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax, "min": torch.amin}[alg]
         y = reduce(x, dims, keepdim=True)
-        terms = math.prod(shape[dim] for dim in dims)
         error = 4 * EPSILON * y.abs() + (terms * EPSILON if alg == "mean" else 0)
         if dtype in (S32, F32) and alg in ("sum", "mean"):  # float32 additions in another order
             error = error + EPSILON * (terms if alg == "sum" else 1) * reduce(x.abs(), dims, True)
         return chain.exact(Exact(y, error))
 
     return Case(
-        f"{alg} {dtype} {shape} over {dims} -> {dst_dtype} '{chain.text}'",
-        lambda: TF.reduction(src, alg, dims, True, dst_dtype=dst_dtype, **keywords(chain)),
-        lambda: finished(oracle.reduction(src, alg, dims, [ONE, ONE], F32), chain, dst_dtype),
-        lambda peer: peer.reduction(src, alg, dims, dst_dtype=dst_dtype, **chain.onednn(dst_dtype)),
+        f"{alg}:{p}:{eps} {dtype} {shape} over {dims} -> {dst_dtype} '{chain.text}'",
+        lambda: TF.reduction(
+            src, alg, dims, True, dst_dtype=dst_dtype, p=p, eps=eps, **keywords(chain)
+        ),
+        lambda: finished(
+            oracle.reduction(src, alg, dims, [ONE, ONE], F32, p, eps), chain, dst_dtype
+        ),
+        lambda peer: peer.reduction(
+            src, alg, dims, p, eps, dst_dtype=dst_dtype, **chain.onednn(dst_dtype)
+        ),
         exact,
         approximate=chain.approximate,
     )

@@ -356,7 +356,7 @@ def test_errors_name_the_module(flow: str) -> None:
     with pytest.raises(ValueError, match=r"'lstm.weight_hh_l0' of the model must be finite"):
         FLOWS[flow].prepare(model, data[0], QConfig(dynamic=True))
     with pytest.raises(
-        TypeError, match=r"must be float32 or bfloat16, got torch.float64 in 'lstm'"
+        TypeError, match=r"must be float32, bfloat16 or float16, got torch.float64 in 'lstm'"
     ):
         model.lstm.double()
         FLOWS[flow].prepare(model, data[0])

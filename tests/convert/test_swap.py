@@ -242,11 +242,11 @@ def test_training_mode() -> None:
         eager.calibrate(prepared.train(), data)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_other_float_models(dtype: torch.dtype) -> None:
+def test_other_float_models() -> None:
     model, data = build("sequential")
-    with pytest.raises(TypeError, match=rf"or bfloat16, got {dtype} in '0'.*model.float\(\)"):
-        eager.prepare(model.to(dtype), data[0].to(dtype))
+    why = r"or float16, got torch.float64 in '0'.*model.float\(\)"
+    with pytest.raises(TypeError, match=why):
+        eager.prepare(model.double(), data[0].double())
 
 
 def test_wrong_stage() -> None:
@@ -288,7 +288,7 @@ def test_padding_modes(mode: str, padding: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["sequential", "called_twice"])
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float64, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float64])
 def test_wrong_dtype_at_run_time(name: str, dtype: torch.dtype) -> None:
     """As the float model refuses it; uint8 is not what a layer quantized."""
     model, data = build(name)
@@ -296,7 +296,7 @@ def test_wrong_dtype_at_run_time(name: str, dtype: torch.dtype) -> None:
     for one in (model, converted, copy.deepcopy(converted)):
         with pytest.raises((TypeError, RuntimeError)):
             one(data[0].to(dtype))
-    with pytest.raises(TypeError, match=rf"torch.float32 or torch.bfloat16, got {dtype}"):
+    with pytest.raises(TypeError, match=rf"torch.bfloat16 or torch.float16, got {dtype}"):
         converted(data[0].to(dtype))
 
 

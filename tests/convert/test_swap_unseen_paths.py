@@ -231,9 +231,9 @@ WAYS = {
         (IMAGE[:, :, ::2, ::2],), (torch.randn(1, 8, 2, 2),)], [
             (IMAGE.byte(),), (IMAGE.double(),)]),
     "ranks": Ways(second, TWO, (X,), [(X[0],), (X[None, None],), (X[:0],)], [
-        (U8,), (X.half(),), (X.long(),), (X[:, :5],)]),
+        (U8,), (X.double(),), (X.long(),), (X[:, :5],)]),
     "ranks of sequences": Ways(looks, S, (X,), [(X[0],), (X[None],), (X[:0],)], [
-        (U8,), (X.half(),), (X.int(),), (X[:, :5],)]),
+        (U8,), (X.double(),), (X.int(),), (X[:, :5],)]),
 }  # fmt: skip
 
 

@@ -76,7 +76,7 @@ def test_reorder_with_output_scales(dst: torch.dtype) -> None:
         assert_same(TF.reorder(src, dst, attr), expected, attr)
 
 
-@pytest.mark.parametrize("dst", (U8, S32, F32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("dst", (U8, S32, F32, torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("source", (U8, F32), ids=str)
 def test_reorder_with_a_sum_and_scales(source: torch.dtype, dst: torch.dtype) -> None:
     """Scales are powers of two, so the formula is exact, and its order does not matter."""

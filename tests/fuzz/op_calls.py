@@ -34,8 +34,8 @@ def spread(x: Tensor) -> Tensor:
     return torch.stack([x, x], -1)[..., 0] if x.layout == torch.strided else x
 
 
-DTYPES = ["uint8", "int8", "int32", "float32"]  # and what no op takes:
-OTHER_DTYPES = ["float64", "int64", "int16", "bool", "bfloat16", "float16", "complex64", "uint16"]
+DTYPES = ["uint8", "int8", "int32", "float32", "bfloat16", "float16"]  # and what no op takes:
+OTHER_DTYPES = ["float64", "int64", "int16", "bool", "complex64", "uint16"]
 SHAPES = [
     *((), (0,), (1,), (2,), (3,), (16,), (256,), (1, 1), (2, 3), (3, 0), (0, 4), (1, 16)),
     *((2, 3, 4), (2, 0, 4), (0, 3, 4), (2, 3, 0), (1, 2, 3, 4), (2, 4, 5, 5), (1, 1, 1, 1)),
@@ -186,6 +186,8 @@ VALID: list[tuple[str, list[str]]] = [
     ("binary", [U8_4D, U8_4D, "None", "'div'", S3, Z3, "0", "'eltwise_relu'"]),
     ("binary", [U8_4D, U8_4D, U8_4D, "'select'", S3, Z3, "3", "''"]),
     ("sum", [f"[{U8_4D}, {U8_4D}]", S3, Z3, "1"]),
+    ("eltwise", ["tensor((2, 4, 5, 5), torch.float16)", S2, Z2, "5", "'eltwise_tanh'"]),
+    ("linear", [SRC, *unstar(LINEAR), *folded(20), "10", "5", *TAIL[1:]]),
     ("reorder_rounded", [U8_4D, S2, Z2, "0", "'stochastic'", "3"]),
     ("reorder_rounded", [U8_4D, "tensor((2, 4, 1, 1))", Z25, "1", "'environment'", "3"]),
     ("softmax", [U8_4D, "1", "False", S2, Z2, "6", "''"]),
@@ -203,6 +205,7 @@ VALID: list[tuple[str, list[str]]] = [
     ("reduction", [U8_4D, "'sum'", "[1, 3]", "True", S2, Z2, "3", "''"]),
     ("reduction", [S32_4D, "'max'", "[1, 2]", "True", S2, Z2, "3", "''"]),
     ("reduction", [F_4D, "'mean'", "[1, 3]", "False", S2, Z2, "0", "'eltwise_relu'"]),
+    ("reduction", [F_4D, "'norm_lp_sum'", "[1]", "True", S2, Z2, "0", "''", "None", "3.0", "0.5"]),
     ("resampling", [U8_4D, "'linear'", "[3, 7]", S2, Z2, "6", "''"]),
     ("matmul", [U8_4D, "tensor((2, 1, 5, 3), torch.int8, 'random')", *folded(3), "None", *TAIL]),
     (

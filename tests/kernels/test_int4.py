@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from calls import F32, assert_same, check_fake
+from calls import F32, S8, S32, U8, assert_same, check_fake
+from cases import random_q
 from reference_arithmetic import f32, fma32, rne
 from torch import Tensor
 from torch.library import opcheck
@@ -158,7 +159,31 @@ def test_post_ops_are_those_of_the_result(isa: str, case: Case) -> None:
     result = TF.dynamic_linear_int4(src, weight, bias)
     attr = torchq.Attr().set_post_ops(chain)
     expected = TF.eltwise(result, "linear", 1.0, 0.0, attr, F32, other)
-    assert_same(TF.dynamic_linear_int4(src, weight, bias, chain, other), expected)
+    assert_same(TF.dynamic_linear_int4(src, weight, bias, attr, None, other), expected)
+
+
+@pytest.mark.parametrize("dtype", (U8, S8, S32), ids=str)
+@pytest.mark.parametrize("shape", ((3,), (2, 4), ()), ids=str)
+def test_an_integer_destination(isa: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Post-ops with constants and operands, then one rounding, as of `eltwise`."""
+    _, codes, scale, _, bias = Case(1, 70, 20).operands()
+    weight, src = pack_linear_int4(codes, scale), torch.randn(*shape, 70)
+    factors = torch.rand(20)
+    chain = PostOps().append_sum(0.5, 3, "s8").append_binary("mul", factors, 1 << len(shape))
+    old = random_q((*shape, 20), S8)
+    attr = torchq.Attr().set_scales("dst", 0, 0.02).set_zero_points("dst", 0, 5)
+    attr.set_post_ops(chain)
+    got = TF.dynamic_linear_int4(src, weight, bias, attr, dtype, [old])
+    real = TF.dynamic_linear_int4(src, weight, bias).double()
+    real = (real + 0.5 * (old.double() - 3)) * factors.double()
+    exact, info = real / 0.02 + 5, torch.iinfo(dtype)
+    assert got.dtype == dtype and got.unique().numel() > 2
+    steps = (got.double() - exact.clamp(info.min, info.max)).abs()
+    assert (steps <= 0.501 + 2**-21 * exact.abs()).all()
+    halves = TF.dynamic_linear_int4(src.half(), weight, bias, attr, dtype, [old])
+    assert_same(
+        halves, TF.dynamic_linear_int4(src.half().float(), weight, bias, attr, dtype, [old])
+    )
 
 
 def test_bfloat16(isa: str) -> None:
@@ -233,7 +258,7 @@ W = pack_linear_int4(C, S)
 ARGS = (W.weight, W.params, None, 40, 5, 32, True)
 ERRORS: list[tuple[Any, type[Exception], str]] = [
     (lambda: op(X.to(torch.uint8), *ARGS), TypeError, "src must be float32, got uint8"),
-    (lambda: op(X.half(), *ARGS), TypeError, "float16"),
+    (lambda: op(X.double(), *ARGS), TypeError, "float64"),
     (lambda: op(X[:, :7], *ARGS), ValueError, "src must be (*, 40), got [3, 7]"),
     (lambda: op(X, *ARGS[:5], 16, True), ValueError, "group_size must be 32, 64 or 128, got 16"),
     (lambda: op(X, *ARGS[:4], 17, 32, True), ValueError, "weight must be [ceil(N/16), ceil(K/8)"),

@@ -258,6 +258,29 @@ def test_weight_only_int8():
     assert_same(TF.matmul(src, batched, None, attr), src @ (scales[:, None, None] * batched))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weight_only_int8_with_post_ops_and_a_destination(isa: str, dtype: torch.dtype):
+    """Masks index the dims of dst, in batches too."""
+    src, weight, bias = torch.randn(2, 5, 24), random_q((24, 10), S8), torch.randn(10)
+    rows, columns, old = torch.rand(10) + 0.5, torch.randn(10), random_q((2, 5, 10), U8)
+    chain = PostOps().append_binary("mul", rows, 3).append_sum(0.5, 7, "u8")
+    chain.append_eltwise("relu").append_binary("add", columns, 4)
+    attr = Attr().set_scales("weights", 0, 0.01).set_post_ops(chain)
+    if dtype != F32:
+        attr.set_scales("dst", 0, 0.5).set_zero_points("dst", 0, 9)
+    got = TF.matmul(src, weight, bias, attr, dtype, [old])
+    real = src @ (torch.tensor(0.01) * weight.float()) + bias
+    real = real.double() * rows.reshape(2, 5, 1) + 0.5 * (old.double() - 7)
+    real = real.clamp(min=0) + columns
+    assert got.dtype == dtype and got.unique().numel() > 10
+    if dtype == F32:
+        torch.testing.assert_close(got.double(), real, rtol=0, atol=1e-5)
+        return
+    info = torch.iinfo(dtype)
+    steps = got.double() - (real / 0.5 + 9).clamp(info.min, info.max)
+    assert float(steps.abs().max()) < 0.501
+
+
 def hot_arguments(dst: int = 0, groups: int = 1) -> tuple[Any, ...]:
     src, weight = operands((5, 8, 10), U8, S8, ((2, 1), (3,)))
     multiplier = torch.rand(groups, 10) * 1e-3 if groups > 1 else torch.rand(10) * 1e-3
@@ -333,7 +356,17 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: TF.matmul(A.float(), B, torch.ones(5, dtype=S32)),
         TypeError,
-        "bias must be float32 or bfloat16 with a float src, got torch.int32",
+        "bias must be float32, bfloat16 or float16 with a float src, got torch.int32",
+    ),
+    (
+        lambda: TF.matmul(A.float(), B, attr=Attr().set_scales("src", 0, 0.5)),
+        ValueError,
+        "attr must set only scales of weights",
+    ),
+    (
+        lambda: TF.matmul(A.float(), B, attr=Attr().set_scales("dst", 0, 0.5)),
+        ValueError,
+        "a float32 destination must have scale 1, got 0.5",
     ),
     (
         lambda: TF.matmul(A.float(), B, torch.ones(4, 1)),
@@ -351,9 +384,9 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
         "int32 bias must be at most",
     ),
     (
-        lambda: TF.matmul(A.float(), B, dst_dtype=U8),
+        lambda: TF.matmul(A.float(), B, attr=Attr().set_scales("dst", 2, torch.ones(5))),
         NotImplementedError,
-        "a float src must have a float dst and no post-ops",
+        "scales of dst must have mask 0, got 2",
     ),
 ]
 

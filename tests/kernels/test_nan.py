@@ -92,7 +92,7 @@ def test_pools_and_reductions(isa: str):
     check(lambda: TF.max_pool(src, 2))
     check(lambda: TF.avg_pool(src, 3))
     check(lambda: TF.adaptive_avg_pool(src, 4))
-    for alg in ("sum", "max", "min", "mean"):
+    for alg in ("sum", "max", "min", "mean", "norm_lp_max", "norm_lp_power_p_sum"):
         check(lambda alg=alg: TF.reduction(src, alg, [1], dst_dtype=F32))
 
 

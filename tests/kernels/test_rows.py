@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 import reference_primitives as reference
 import torch
@@ -321,6 +322,43 @@ def test_reduction_of_floats_is_in_double(isa: str):
         assert TF.reduction(src, alg, 0, dst_dtype=U8) == 0, alg
 
 
+NORMS = ["norm_lp_max", "norm_lp_sum", "norm_lp_power_p_max", "norm_lp_power_p_sum"]
+
+
+@pytest.mark.parametrize("alg", NORMS)
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, 2.5])
+@pytest.mark.parametrize("dims", [[-1], [0, 2], [0, 1, 2, 3]], ids=str)
+def test_norms(isa: str, alg: str, p: float, dims: list[int]):
+    """Within a step of float32, or of dst, of the norm in longer arithmetic than double."""
+    for src_dtype, dst_dtype, eps in itertools.product(DST, DST, (0.0, 5.0)):
+        src = random_q((2, 3, 4, 35), src_dtype).transpose(0, 3).contiguous().transpose(0, 3)
+        src[..., 0] = 0
+        params, to = PARAMS[src_dtype], (1.0, 0) if dst_dtype == F32 else (3.5, 7)
+        got = TF.reduction(
+            src, alg, dims, True, attr_of(src=params, dst=to), dst_dtype, p=p, eps=eps
+        )
+        x = reference.centered(src, params).double() * float(torch.tensor(params[0]))
+        y = (x.abs().numpy().astype(np.longdouble) ** p).sum(tuple(dims), keepdims=True)
+        y = np.maximum(y, eps) if alg.endswith("max") else y + eps
+        exact = torch.from_numpy((y if "power" in alg else y ** (1 / p)).astype(np.float64))
+        error = 2**-24 * exact + 2**-149
+        if dst_dtype != F32:
+            error = error + 2**-22 * (exact + to[0] * abs(to[1]))
+        assert got.dtype == dst_dtype
+        reference.near(got, exact, to, error)
+
+
+def test_norms_are_those_of_torch(isa: str):
+    src = torch.randn(3, 500, 7)
+    for p in (1.0, 2.0, 3.0):
+        expected = torch.linalg.vector_norm(src.double(), p, 1).float()
+        torch.testing.assert_close(TF.reduction(src, "norm_lp_sum", 1, p=p), expected)
+    src[1, 1, 1] = torch.nan
+    for alg in NORMS:
+        assert TF.reduction(src, alg, 1, eps=1.0).isnan().nonzero().tolist() == [[1, 1]], alg
+    assert TF.reduction(src[0], "norm_lp_power_p_sum", 0, p=1000.0).isinf().any()
+
+
 @pytest.mark.parametrize("alg", ["nearest", "linear"])
 @pytest.mark.parametrize(
     ("shape", "size"),
@@ -378,6 +416,7 @@ def test_threads(isa: str):
         lambda: TF.group_norm(src.float().reshape(1, 2, -1), 1),
         lambda: TF.batch_norm(src, torch.zeros(30), torch.ones(30)),
         lambda: TF.reduction(src, "mul", 2),
+        lambda: TF.reduction(src.float() / 3, "norm_lp_sum", 1, p=1.5),
         lambda: TF.reduction(src.float() / 3, "mean", 1),
         lambda: TF.reduction(src.float() / 3, "sum", 2),
         lambda: TF.resampling(src, 77, "linear", dst_dtype=F32),
@@ -422,7 +461,10 @@ def test_errors():
     refuse(ValueError, "mean must have 6 values", TF.batch_norm, q, ones[:5], ones)
     refuse(ValueError, "variance must be finite and at least 0", TF.batch_norm, q, ones, -ones)
     refuse(ValueError, r"src must be \(N, C, ...\)", TF.batch_norm, q[0, 0], ones, ones)
-    refuse(NotImplementedError, "alg must be sum, mean", TF.reduction, q, "norm", 1)
+    refuse(ValueError, "alg must be sum, mean", TF.reduction, q, "norm", 1)
+    for p, eps in ((0.5, 0.0), (math.inf, 0.0), (2.0, -1.0), (2.0, math.nan)):
+        message = "p must be finite and at least 1, and eps at least 0"
+        refuse(ValueError, message, TF.reduction, q, "norm_lp_sum", 1, p=p, eps=eps)
     refuse(ValueError, r"dims must lie in \[-3, 2\]", TF.reduction, q, "sum", 3)
     refuse(ValueError, "dims must differ", TF.reduction, q, "sum", [1, -2])
     refuse(ValueError, "at least one value to reduce", TF.reduction, q[:, :0], "sum", 1)

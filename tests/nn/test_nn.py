@@ -249,7 +249,9 @@ def test_wrong_source_dtype(src: torch.dtype) -> None:
         lambda x: tnn.QCat([U8, U8], U8)([x, x]),
     ]
     for module in modules:
-        with pytest.raises(TypeError, match=f"must be float32 or bfloat16, or .*, got {src}"):
+        with pytest.raises(
+            TypeError, match=f"must be float32, bfloat16 or float16, or .*, got {src}"
+        ):
             module(x)
 
 

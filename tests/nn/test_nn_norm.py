@@ -163,5 +163,5 @@ def test_errors() -> None:
         tnn.QRMSNorm(IN, None, (5,)),
         tnn.QGroupNorm(IN, None, 2, 6),
     ):
-        with pytest.raises(TypeError, match="must be float32 or bfloat16, or the module's own"):
+        with pytest.raises(TypeError, match="must be float32, bfloat16 or float16, or the"):
             module(q.view(S8))

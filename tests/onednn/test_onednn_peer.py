@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from peers import LARGE, exact_weight, start_onednn
 from torch import Tensor
 
+import torchq.functional as TF
 from benchmarks.onednn import Peer, RefusedError, Timing
 
 CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -202,6 +203,11 @@ def test_normalization_reduction_resampling(peer: Peer) -> None:
     image = random_q(torch.uint8, 2, 8, 5, 6)
     dst = peer.reduction(image, "sum", (2, 3), dst_dtype=torch.int32)
     assert torch.equal(dst.long(), image.long().sum((2, 3), keepdim=True))
+    for alg in ("norm_lp_max", "norm_lp_sum", "norm_lp_power_p_max", "norm_lp_power_p_sum"):
+        for p, eps in ((1.0, 0.0), (2.0, 0.5), (3.0, 9e9)):
+            ours = TF.reduction(image.float(), alg, (2, 3), True, p=p, eps=eps)
+            dst = peer.reduction(image.float(), alg, (2, 3), p, eps)
+            torch.testing.assert_close(dst, ours, rtol=1e-5, atol=0)
     dst = peer.resampling(image, "nearest", (10, 12))
     assert torch.equal(dst, F.interpolate(image, (10, 12)))
 

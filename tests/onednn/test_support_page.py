@@ -136,11 +136,6 @@ ELTWISE = (
 BINARY = "add mul max min div sub ge gt le lt eq ne select"
 
 
-def no_norm(name: str) -> Refused:
-    reduce = lambda: TF.reduction(IMAGE, name, (2,))  # noqa: E731
-    return Refused(reduce, NotImplementedError, "nearest to a norm")
-
-
 def no_cell(cell: str) -> Refused:
     return Refused(lambda: recurrent("QGRU", 3, cell=cell), ValueError, "'gru_vanilla' or 'gru'")
 
@@ -171,11 +166,10 @@ ALGORITHMS: dict[str, Claim] = {
     "resampling_linear": lambda: TF.resampling(IMAGE, (9, 9), "linear"),
     **{
         f"reduction_{n}": lambda n=n: TF.reduction(IMAGE, n, (2,))
-        for n in ("max", "min", "sum", "mul", "mean")
-    },
-    **{
-        f"reduction_{n}": no_norm(n)
-        for n in ("norm_lp_max", "norm_lp_sum", "norm_lp_power_p_max", "norm_lp_power_p_sum")
+        for n in (
+            *("max", "min", "sum", "mul", "mean", "norm_lp_max", "norm_lp_sum"),
+            *("norm_lp_power_p_max", "norm_lp_power_p_sum"),
+        )
     },
     "softmax_accurate": lambda: TF.softmax(SRC),
     "softmax_log": lambda: TF.log_softmax(SRC),
@@ -232,7 +226,7 @@ MODES: dict[str, Claim] = {
     "bidirectional_sum": lambda: recurrent("QGRU", 3, 2, merge="sum"),
 }
 DATA_TYPES: dict[str, Claim] = {
-    "f16": no_source("float16"),
+    "f16": lambda: destination(torch.float16),
     "bf16": lambda: destination(torch.bfloat16),
     "f32": lambda: destination(F32),
     "s32": lambda: destination(S32),

@@ -101,7 +101,7 @@ batch_norm(Tensor src, Tensor mean, Tensor variance, Tensor? weight, Tensor? bia
 Tensor scales, Tensor zero_points, int dst_dtype, str post_ops, \
 Tensor[]? post_op_srcs=None) -> Tensor
 reduction(Tensor src, str alg, int[] dims, bool keepdim, Tensor scales, Tensor zero_points, \
-int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor
+int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None, float p=2., float eps=0.) -> Tensor
 resampling(Tensor src, str alg, int[] size, Tensor scales, Tensor zero_points, int dst_dtype, \
 str post_ops, Tensor[]? post_op_srcs=None) -> Tensor
 rotary(Tensor src, Tensor cos, Tensor sin) -> Tensor

@@ -8,6 +8,7 @@ within the error that `near` is given.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -203,8 +204,27 @@ def softmax(q: Tensor, dim: int, params: Params, logarithmic: bool) -> Tensor:
 EXACT: dict[str, Callable[..., Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
 
 
+def _power(x: Tensor, p: float) -> Tensor:
+    if p in (1, 2):
+        return x.abs() if p == 1 else x * x
+    return x.abs().apply_(lambda value: math.pow(value, p))
+
+
+def norm(alg: str, power: Tensor, p: float, eps: float) -> Tensor:
+    power = power.clamp(min=eps) if alg.endswith("max") else power + eps
+    if "power" in alg or p == 1:
+        return power
+    return power.sqrt() if p == 2 else _power(power, 1 / p)
+
+
 def reduction(
-    q: Tensor, alg: str, dims: list[int], params: list[Params], dtype: torch.dtype
+    q: Tensor,
+    alg: str,
+    dims: list[int],
+    params: list[Params],
+    dtype: torch.dtype,
+    p: float = 2.0,
+    eps: float = 0.0,
 ) -> Tensor:
     """Reduced dims stay with size 1."""
     x, scale = centered(q, params[0]), f64(params[0][0])
@@ -214,12 +234,15 @@ def reduction(
         if units and dtype == torch.int32:
             return (y + params[1][1]).clamp(*RANGE[dtype]).to(dtype)
         y = scale * y.double()
-    elif alg == "mul":
+    elif alg == "mul" or alg.startswith("norm"):
         rows = x.movedim(sorted(d % q.ndim for d in dims), list(range(-len(dims), 0)))
         rows = rows.flatten(-len(dims))
-        y = torch.ones(rows.shape[:-1], dtype=torch.float64)
+        y = torch.full(rows.shape[:-1], float(alg == "mul"), dtype=torch.float64)
         for i in range(rows.shape[-1]):
-            y = y * (scale * rows[..., i].double())
+            value = scale * rows[..., i].double()
+            y = y * value if alg == "mul" else y + _power(value, p)
+        if alg != "mul":
+            y = norm(alg, y, p, eps)
         y = y.reshape(x.sum(dims, keepdim=True).shape)
     else:
         y = scale * x.sum(dims, keepdim=True).double()

@@ -72,7 +72,7 @@ def tune(
     one more layer or function float at a time, in the order of :func:`torchq.sensitivity`.
 
     Args:
-        model: float32 or bfloat16, in eval mode.
+        model: float32, bfloat16 or float16, in eval mode.
         data: batches to calibrate with. Evaluate on others.
         evaluate: returns a score of a model; higher is better.
         max_drop: how much lower than the float model's score is good enough.

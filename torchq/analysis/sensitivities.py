@@ -104,7 +104,7 @@ def sensitivity(
     noise is added to that of ``kept`` and ``all_quantized``.
 
     Args:
-        model: float32 or bfloat16, in eval mode.
+        model: float32, bfloat16 or float16, in eval mode.
         data: batches, used for calibration and for measuring.
         example_inputs: one call's inputs; the default is the first batch.
         config: how to quantize; the default is QConfig().

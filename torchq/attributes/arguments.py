@@ -25,21 +25,22 @@ from torch import Tensor
 Values: TypeAlias = float | Sequence[object] | npt.NDArray[np.generic] | Tensor
 
 DTYPE_NAMES = {torch.uint8: "u8", torch.int8: "s8", torch.int32: "s32", torch.float32: "f32"}
-FLOATS = (torch.float32, torch.bfloat16)
-"""Dtypes of real values. Everything is computed in float32; bfloat16 is read and given."""
+HALVES = (torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, *HALVES)
+"""Dtypes of real values. Everything is computed in float32; the others are read and given."""
 ARGS = ("src", "weights", "dst", "dw_weights", "dw_dst")  # and src<i>
 MAX_DIMS = 12  # oneDNN's DNNL_MAX_NDIMS
 INT32 = torch.iinfo(torch.int32)
 
 
 def as_float32(values: Tensor) -> Tensor:
-    """Return bfloat16 values as float32, which is exact; other tensors as they are."""
-    return values.float() if values.dtype == torch.bfloat16 else values
+    """Return bfloat16 and float16 as float32, which is exact; other tensors as they are."""
+    return values.float() if values.dtype in HALVES else values
 
 
 def computed_dtype(dst_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which an op computes its result: bfloat16 is rounded float32."""
-    return torch.float32 if dst_dtype == torch.bfloat16 else dst_dtype
+    """Return the dtype in which an op computes its result: the half ones are rounded float32."""
+    return torch.float32 if dst_dtype in HALVES else dst_dtype
 
 
 def kind_text(value: object) -> str:

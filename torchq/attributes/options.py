@@ -49,7 +49,10 @@ BinaryAlg: TypeAlias = Literal[
 """Functions of two operands, as post-ops."""
 BinaryOp: TypeAlias = BinaryAlg | Literal["prelu"]
 """Functions of torchq.functional.binary."""
-ReductionAlg: TypeAlias = Literal["sum", "mean", "max", "min", "mul"]
+ReductionAlg: TypeAlias = Literal[
+    "sum", "mean", "max", "min", "mul",
+    "norm_lp_max", "norm_lp_sum", "norm_lp_power_p_max", "norm_lp_power_p_sum",
+]  # fmt: skip
 """Results of a reduction."""
 ResamplingAlg: TypeAlias = Literal["nearest", "linear"]
 """Interpolations of resampling."""

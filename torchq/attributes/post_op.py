@@ -367,7 +367,8 @@ def merged_sources(
     every: bool = False,
 ) -> list[Tensor]:
     """Return ``srcs`` and the values of masks other than 0 and 2, or ``every``, in order."""
-    rows, remaining, result = op_name in ("linear", "matmul"), iter(srcs), list[Tensor]()
+    rows = not every and op_name in ("linear", "matmul")
+    remaining, result = iter(srcs), list[Tensor]()
     for op in ops:
         own = has_full_values(op) or (every and not is_full(op))
         if isinstance(op, Binary | PReLU) and own:

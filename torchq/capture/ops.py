@@ -216,7 +216,7 @@ def have_one_size(a: fx.Node, b: fx.Node) -> bool:
 
 
 def is_float(node: fx.Node) -> bool:
-    """Return whether it is a tensor of float32 or bfloat16."""
+    """Return whether it is a tensor of float32, bfloat16 or float16."""
     return node.meta["value"].dtype in FLOATS
 
 

@@ -201,7 +201,7 @@ def row_of(node: fx.Node) -> Row | None:
 def arguments_of(node: fx.Node) -> Arguments:
     """Return the arguments of a call by name; what does not depend on the inputs is its value.
 
-    Values in bfloat16 become float32, in which quantized layers are made.
+    Values in bfloat16 and float16 become float32, in which quantized layers are made.
     """
 
     def value_of(node: fx.Node) -> Argument:

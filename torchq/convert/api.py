@@ -32,7 +32,7 @@ def prepare(
     captures of the call; where the whole is not captured, its largest parts are.
 
     Args:
-        model: float32 or bfloat16, in eval mode; also an ExportedProgram or a GraphModule.
+        model: float32, bfloat16 or float16, in eval mode; also an ExportedProgram or a GraphModule.
         example_inputs: one input, a tuple of them, or a dict of keyword arguments. Copies of the
             model are run on them. Later calls take the graph if they are like this one: the same
             dtypes and ranks of tensors, the same other arguments, and sizes that the model's code
@@ -108,7 +108,7 @@ def quantize(
     In short for :func:`prepare`, :func:`calibrate` and :func:`convert`, whose pages say more.
 
     Args:
-        model: float32 or bfloat16, in eval mode; it stays as it is.
+        model: float32, bfloat16 or float16, in eval mode; it stays as it is.
         data: batches as the model is called with them: tensors, tuples, or dicts of keyword
             arguments. A few hundred rows of real data suffice. None where nothing needs
             calibration, as with QConfig(dynamic=True).

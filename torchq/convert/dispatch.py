@@ -292,6 +292,6 @@ def dispatches(model: nn.Module) -> list[Dispatch]:
 
 
 def _widened(arguments: _Arguments) -> _Arguments:
-    """Return the arguments with bfloat16, which autocast makes of float32, as float32."""
+    """Return the arguments with the half dtypes that autocast makes of float32 as float32."""
     widened: _Arguments = tree_map_only(Tensor, as_float32, opened(arguments))
     return widened

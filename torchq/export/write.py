@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from torchq.attributes.arguments import HALVES
 from torchq.convert.dispatch import dispatch_of
 from torchq.export.functions import FUNCTIONS
 from torchq.export.modules import MODULES, dst_params
@@ -110,8 +111,10 @@ class _Writer(fx.Interpreter):
 
     def _form(self, n: fx.Node, result: Any, args: Any, kwargs: Any) -> object:
         """Return what stands for the value of a node in ONNX."""
-        if any(isinstance(t, Tensor) and t.dtype == torch.bfloat16 for t in tree_leaves(result)):
-            raise UnsupportedError("it gives bfloat16: quantize model.float() for a file")
+        for t in tree_leaves(result):
+            if isinstance(t, Tensor) and t.dtype in HALVES:
+                name = str(t.dtype).removeprefix("torch.")
+                raise UnsupportedError(f"it gives {name}: quantize model.float() for a file")
         if n.op == "placeholder":
             return self._input(n, result)
         if n.op == "output":

@@ -9,7 +9,14 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from torchq.attributes.arguments import INT32, check_type, computed_dtype, to_float32, to_int
+from torchq.attributes.arguments import (
+    FLOATS,
+    INT32,
+    check_type,
+    computed_dtype,
+    to_float32,
+    to_int,
+)
 from torchq.attributes.attr import Attr, check_attr_type
 from torchq.attributes.post_op import Sum
 from torchq.functional.folding import check_attr, fold
@@ -97,6 +104,24 @@ def real_arguments(
     chain.check_supported(op, dst_dtype)
     sources = chain.sources(op, dims, srcs, every=True)
     return scales, zero_points, dtype_code(dst_dtype, op), str(chain), sources or None
+
+
+def from_float(
+    op: str, real: Tensor, attr: Attr, dst_dtype: torch.dtype, srcs: Sequence[Tensor]
+) -> Tensor:
+    """Return a float32 result in another dtype, behind the post-ops of ``attr``.
+
+    ``attr`` has scales and zero points of dst only, mask 0.
+    """
+    given = ["dst"], dst_dtype, srcs
+    scales, zero_points, *rest = real_arguments(op, attr, *given, lambda: real.shape)
+    if dst_dtype in FLOATS and attr == Attr():
+        return real.to(dst_dtype)
+    one = torch.ones(1, dtype=torch.float32, device="cpu")
+    none = torch.zeros(1, dtype=torch.int32, device="cpu")
+    params = torch.cat([one, scales]), torch.cat([none, zero_points])
+    result: Tensor = torch.ops.torchq.eltwise(real, *params, *rest)
+    return result
 
 
 def check_channels(op: str, src: Tensor, dims: int, channels: int, weight: str) -> None:

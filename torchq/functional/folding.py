@@ -88,7 +88,7 @@ def fold(
     post-ops gets the exact accumulators.
 
     Raises:
-        TypeError: the bias is neither float32, bfloat16 nor int32.
+        TypeError: the bias is neither float32, bfloat16, float16 nor int32.
         ValueError: ``attr`` sets something for another argument, values are missing or their
             number is not the product of the selected dims, or an int32 bias could overflow.
         NotImplementedError: a mask or post-op that has no kernel; names the nearest that has.
@@ -238,8 +238,8 @@ def _check_bias(op: str, bias: Tensor | None, weight: PackedWeight, weight_range
     check_type(f"torchq.{op}: bias", bias, Tensor, "Pass a float32 or int32 tensor, or None.")
     if bias.dtype not in (torch.float32, torch.int32):
         raise TypeError(
-            f"torchq.{op}: bias must be float32 or bfloat16 (real units) or int32 (accumulator "
-            f"units), got {bias.dtype}. Convert it with .float()."
+            f"torchq.{op}: bias must be float32, bfloat16 or float16 (real units) or int32 "
+            f"(accumulator units), got {bias.dtype}. Convert it with .float()."
         )
     if tuple(bias.shape) != (weight.channels,):
         raise ValueError(

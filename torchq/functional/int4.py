@@ -10,9 +10,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from torchq.attributes.arguments import check_type
+from torchq.attributes.arguments import FLOATS, as_float32, check_type
+from torchq.attributes.attr import Attr
 from torchq.attributes.options import GroupSize
-from torchq.attributes.post_ops import PostOps
+from torchq.functional.arguments import from_float, real_arguments
 from torchq.functional.placeholders import placeholder
 from torchq.quantization.int4 import check_group_size, int4_codes, int4_scales
 
@@ -205,7 +206,8 @@ def dynamic_linear_int4(
     src: Tensor,
     weight: PackedInt4,
     bias: Tensor | None = None,
-    post_ops: PostOps | None = None,
+    attr: Attr | None = None,
+    dst_dtype: torch.dtype | None = None,
     post_op_srcs: Sequence[Tensor] = (),
 ) -> Tensor:
     """Float in, float out: quantizes each row of ``src`` to int8, multiplies with 4-bit weights.
@@ -220,18 +222,20 @@ def dynamic_linear_int4(
     Each row depends on nothing but itself, and all tiers and numbers of threads give the same bits.
 
     Args:
-        src: float32 or bfloat16 ``(*, in_features)``, finite.
+        src: float32, bfloat16 or float16 ``(*, in_features)``, finite.
         weight: packed by :func:`torchq.packing.pack_linear_int4`.
         bias: float32 ``[out_features]``.
-        post_ops: applied to the result, as by :func:`eltwise`.
-        post_op_srcs: what the post-ops read, as in :func:`linear`.
+        attr: scale and zero point of an integer dst; post-ops, as of :func:`eltwise`.
+        dst_dtype: torch.uint8, int8, int32 or a float one; None is that of ``src``.
+        post_op_srcs: as in :func:`eltwise`.
 
     Returns:
-        ``(*, out_features)`` of the source's dtype.
+        ``(*, out_features)``.
 
     Raises:
         TypeError: a dtype other than these.
         ValueError: shapes that do not fit, or NaN or inf in ``src``.
+        NotImplementedError: masks other than 0, or ``dw_conv``.
 
     Example:
         >>> codes, scale = torchq.functional.quantize_weight_int4(torch.randn(64, 128))
@@ -239,17 +243,18 @@ def dynamic_linear_int4(
         >>> torchq.functional.dynamic_linear_int4(torch.randn(3, 128), weight).shape
         torch.Size([3, 64])
     """
-    check_type("torchq.dynamic_linear_int4: weight", weight, PackedInt4, _PACK)
-    result: Tensor = torch.ops.torchq.dynamic_linear_int4(
-        src,
-        weight.weight,
-        weight.params,
-        bias,
-        weight.shape[1],
-        weight.shape[0],
-        weight.group_size,
-        weight.symmetric,
-        "" if post_ops is None else str(post_ops),
-        list(post_op_srcs) or None,
-    )
-    return result
+    op, attr = "dynamic_linear_int4", Attr() if attr is None else attr
+    check_type(f"torchq.{op}: src", src, Tensor, "Pass a float32 tensor.")
+    check_type(f"torchq.{op}: weight", weight, PackedInt4, _PACK)
+    own = src.dtype if src.dtype in FLOATS else torch.float32
+    dst_dtype = own if dst_dtype is None else dst_dtype
+    n, k = weight.shape
+    layer = weight.weight, weight.params, bias, k, n, weight.group_size, weight.symmetric
+    given = ["dst"], dst_dtype, post_op_srcs
+    *_, chain, operands = real_arguments(op, attr, *given, lambda: [*src.shape[:-1], n])
+    if dst_dtype == own and attr.mask("dst") is attr.mask("dst", "zero_points") is None:
+        result: Tensor = torch.ops.torchq.dynamic_linear_int4(src, *layer, chain, operands)
+        return result
+    with torch.autocast("cpu", enabled=False):
+        real = torch.ops.torchq.dynamic_linear_int4(as_float32(src), *layer)
+    return from_float(op, real, attr, dst_dtype, post_op_srcs)

@@ -21,7 +21,7 @@ from torchq.attributes.arguments import (
 from torchq.attributes.attr import Attr, check_attr_type
 from torchq.attributes.post_op import Binary, PostOp, PReLU, Sum, is_full, selects
 from torchq.attributes.post_ops import PostOps, post_ops_of
-from torchq.functional.arguments import check_8bit, check_source, post_op_sources
+from torchq.functional.arguments import check_8bit, check_source, from_float, post_op_sources
 from torchq.functional.folding import Folded, check_attr, check_int32_bias, fold
 from torchq.functional.packing import PackedWeight
 from torchq.runtime.library import dtype_code
@@ -51,10 +51,10 @@ def matmul(
 
         t = t + fma(float(acc_g), weight_scale[g], 0) * src_scale[row, g];  x = t + bias
 
-    A float32 ``src`` multiplies the dequantized weight instead (weight-only int8):
+    A float ``src`` multiplies the dequantized weight instead (weight-only int8):
     ``src @ (weight_scale * float(weight - z_w)) + bias`` by torch's own float32 matmul, whose
-    order of summation, and so its last bits, are torch's. It takes no post-ops and a float32 dst,
-    and any masks and groups of ``weights``.
+    order of summation, and so its last bits, are torch's. Post-ops and a quantized dst are those of
+    :func:`eltwise`, masks of ``dst`` 0; ``weights`` have any masks and groups.
 
     Args:
         src: uint8 or int8 ``(..., M, K)``; columns that are not adjacent are copied.
@@ -87,13 +87,11 @@ def matmul(
     check_attr_type("matmul", attr)
     _check_operands(src, weight, bias)
     if src.dtype in FLOATS:
-        if post_op_srcs and not attr.post_ops:
-            attr.post_ops.sources("matmul", lambda: (), post_op_srcs)  # refuses them
-        return _weight_only(src, weight, bias, attr, dst_dtype)
+        return _weight_only(src, weight, bias, attr, dst_dtype, post_op_srcs)
     if src.is_floating_point():
         raise TypeError(
-            "torchq.matmul: a floating src must be torch.float32 or torch.bfloat16, got "
-            f"{src.dtype}. Convert it with .float(), or quantize it."
+            "torchq.matmul: a floating src must be torch.float32, torch.bfloat16 or torch.float16, "
+            f"got {src.dtype}. Convert it with .float(), or quantize it."
         )
     check_source("matmul", src, attr)
     check_8bit("matmul", "weight", weight)
@@ -382,16 +380,18 @@ def _with_destination(attr: Attr, result: Attr) -> Attr:
 
 
 def _weight_only(
-    src: Tensor, weight: Tensor, bias: Tensor | None, attr: Attr, dst_dtype: torch.dtype
+    src: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    attr: Attr,
+    dst_dtype: torch.dtype,
+    post_op_srcs: Sequence[Tensor],
 ) -> Tensor:
     """Float source, int8 weight."""
     check_8bit("matmul", "weight", weight)
-    check_attr("matmul", attr, {("scales", "weights"): None, ("zero_points", "weights"): None})
-    if dst_dtype not in FLOATS or attr.post_ops:
-        raise NotImplementedError(
-            "torchq.matmul: a float src must have a float dst and no post-ops, got "
-            f"{dst_dtype} and '{attr.post_ops}'. Apply them to the result with torch's operators."
-        )
+    kinds = ("scales", "zero_points")
+    masks = {(kind, "weights"): None for kind in kinds} | {(kind, "dst"): (0,) for kind in kinds}
+    check_attr("matmul", attr, masks)
     if src.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
             "torchq.matmul: src requires grad, but torchq's ops have no backward. Run them under "
@@ -400,8 +400,8 @@ def _weight_only(
     n = weight.shape[-1]
     if bias is not None and bias.dtype not in FLOATS:
         raise TypeError(
-            f"torchq.matmul: bias must be float32 or bfloat16 with a float src, got {bias.dtype}: "
-            "there are no accumulators. Convert it with .float()."
+            "torchq.matmul: bias must be float32, bfloat16 or float16 with a float src, got "
+            f"{bias.dtype}: there are no accumulators. Convert it with .float()."
         )
     if bias is not None and tuple(bias.shape) != (n,):
         raise ValueError(
@@ -413,4 +413,6 @@ def _weight_only(
     real: Tensor = torch.ops.torchq.dequantize(weight, scale, zero_point)
     with torch.autocast("cpu", enabled=False):
         dst = torch.matmul(as_float32(src), real)
-        return (dst if bias is None else dst + bias).to(dst_dtype)
+        dst = dst if bias is None else dst + bias
+        of_dst = _with_destination(attr, Attr()).set_post_ops(attr.post_ops)
+        return from_float("matmul", dst, of_dst, dst_dtype, post_op_srcs)

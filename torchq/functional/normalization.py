@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchq.attributes.arguments import FLOATS
 from torchq.attributes.attr import Attr
 from torchq.functional.arguments import check_8bit, integer, real_arguments
 
@@ -196,7 +197,7 @@ def _params(
     op: str, src: Tensor, attr: Attr | None, dst_dtype: torch.dtype, srcs: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, int, str, list[Tensor] | None]:
     """Return the last arguments of every op here; dst has the dims of src."""
-    if not (isinstance(src, Tensor) and src.dtype == torch.float32):
+    if not (isinstance(src, Tensor) and src.dtype in FLOATS):
         check_8bit(op, "src", src)
     return real_arguments(op, attr, ["src", "dst"], dst_dtype, srcs, lambda: src.shape)
 

@@ -30,6 +30,8 @@ def reduction(
     attr: Attr | None = None,
     dst_dtype: torch.dtype = torch.float32,
     post_op_srcs: Sequence[Tensor] = (),
+    p: float = 2.0,
+    eps: float = 0.0,
 ) -> Tensor:
     """``real(dst) = alg of real(src)`` over ``dims``.
 
@@ -39,9 +41,14 @@ def reduction(
     order. An int32 destination of sum, max or min of integers where both scales are 1 is exact, and
     saturated.
 
+    Norms are of ``s``, the sum of ``abs(x) ** p`` in double::
+
+        norm_lp_power_p_sum: s + eps         norm_lp_sum: (s + eps) ** (1 / p)
+        norm_lp_power_p_max: max(s, eps)     norm_lp_max: max(s, eps) ** (1 / p)
+
     Args:
         src: uint8, int8, int32 or float32, any strides.
-        alg: ``sum``, ``mean``, ``max``, ``min`` or ``mul``.
+        alg: ``sum``, ``mean``, ``max``, ``min``, ``mul`` or a norm.
         dims: one or several, different; may be negative. An empty sequence reduces nothing (that
             is each value by itself), where ``torch.sum`` would reduce everything.
         keepdim: whether the reduced dims stay, with size 1, as oneDNN has them.
@@ -49,11 +56,14 @@ def reduction(
             masks indexing the dims of dst.
         dst_dtype: torch.uint8, int8, int32 or float32 (without scale).
         post_op_srcs: as in :func:`eltwise`.
+        p: of a norm, at least 1.
+        eps: of a norm, at least 0.
 
     Raises:
         TypeError: ``src``, or one of ``post_op_srcs``, has another dtype.
-        ValueError: ``dims`` are wrong, there is nothing to reduce, or shapes do not fit.
-        NotImplementedError: another ``alg``, mask of scales or zero points, or ``dw_conv``.
+        ValueError: ``dims``, ``alg``, ``p`` or ``eps`` are wrong, there is nothing to reduce, or
+            shapes do not fit.
+        NotImplementedError: another mask of scales or zero points, or ``dw_conv``.
     """
     check_any("reduction", "src", src)
     given = dims if isinstance(dims, Sequence) else [dims]
@@ -66,7 +76,7 @@ def reduction(
         post_op_srcs,
         lambda: reduced_sizes(src.shape, gone, keepdim),
     )
-    result: Tensor = torch.ops.torchq.reduction(src, alg, gone, keepdim, *real)
+    result: Tensor = torch.ops.torchq.reduction(src, alg, gone, keepdim, *real, p, eps)
     return result
 
 

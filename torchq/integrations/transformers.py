@@ -177,7 +177,7 @@ class TorchqQuantizer(HfQuantizer):
         return {"": "cpu"} if isinstance(device_map, str) else device_map
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return bfloat16 where it is asked for, else float32: leaves take and give these."""
+        """Return bfloat16 where it is asked for, else float32, also for float16."""
         return dtype if dtype == torch.bfloat16 else torch.float32
 
     def _process_model_before_weight_loading(

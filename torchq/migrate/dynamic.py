@@ -55,7 +55,7 @@ def quantize_dynamic(
     have one scale per output channel.
 
     Args:
-        model: float32 or bfloat16. Its class and everything else in it stays.
+        model: float32, bfloat16 or float16. Its class and everything else in it stays.
         qconfig_spec: what to replace. None means linear and recurrent layers and cells. A set holds
             types of modules and qualified names; what has children stands for the linear and
             recurrent layers in it. Convolutions, ``nn.MultiheadAttention`` and embeddings are

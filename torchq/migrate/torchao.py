@@ -98,7 +98,7 @@ def _why_not(module: nn.Module, key: str, value: Tensor) -> str:
     if not isinstance(int8, Tensor) or int8.dtype != torch.int8 or not isinstance(scale, Tensor):
         return f"{_kind(value)} holds no int8 values"
     if value.dtype not in FLOATS:
-        return f"its layer takes {value.dtype}, and layers here take torch.float32 or bfloat16"
+        return f"its layer takes {value.dtype}, and layers here take float32, bfloat16 or float16"
     groups = scale.numel() // max(1, int8.shape[0])
     if scale.numel() not in (1, int8.shape[0]):
         low, high = torch.aminmax(int8)

@@ -78,7 +78,8 @@ class DynamicQAttention(QModule):
     """Float in, float out, int8 inside; see :func:`torchq.functional.dynamic_attention`.
 
     Shapes:
-        query: float32 or bfloat16 ``(..., L, E)``, key: ``(..., S, E)``, value: ``(..., S, Ev)``.
+        query: float32, bfloat16 or float16 ``(..., L, E)``, key: ``(..., S, E)``, value:
+            ``(..., S, Ev)``.
         mask: broadcasts to ``(..., L, S)``, bool (true: seen) or float (added); or None.
         dst: ``(..., L, Ev)`` of the query's dtype.
 
@@ -129,7 +130,8 @@ class CachedAttention(QModule):
     where the mask says this or hides nothing, as for a prompt and for single tokens behind it.
 
     Shapes:
-        query: float32 or bfloat16 ``(..., L, E)``, key: ``(..., S, E)``, value: ``(..., S, Ev)``.
+        query: float32, bfloat16 or float16 ``(..., L, E)``, key: ``(..., S, E)``, value:
+            ``(..., S, Ev)``.
         mask: bool (true: seen), ``(..., L, S)``.
         dst: ``(..., L, Ev)`` of the query's dtype.
 

@@ -37,7 +37,7 @@ class DynamicQConv(QModule):
         bias: float32 ``[OC]``, or absent.
 
     Shapes:
-        src: float32 or bfloat16 ``(N, C, spatial...)``, or one sample without N.
+        src: float32, bfloat16 or float16 ``(N, C, spatial...)``, or one sample without N.
         dst: ``(N, OC, spatial...)`` of the source's dtype, contiguous where ``src`` is, else
             channels-last.
 

@@ -34,7 +34,7 @@ class DynamicQLinearInt4(RowQuantizedLinear):
             them first, and the weight has their inverses in it.
 
     Shapes:
-        src: float32 or bfloat16 ``(*, in_features)``.
+        src: float32, bfloat16 or float16 ``(*, in_features)``.
         dst: ``(*, out_features)`` of the source's dtype.
 
     Raises:
@@ -152,7 +152,7 @@ class DynamicQLinearInt4(RowQuantizedLinear):
             post_ops,
             post_op_srcs,
         )
-        return dst
+        return self._as_source(dst, input, post_op_srcs)
 
     def _own_repr(self) -> str:
         spec = self.read_spec()

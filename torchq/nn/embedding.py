@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from torchq.attributes.arguments import HALVES
 from torchq.attributes.options import BagMode, EmbeddingBits
 from torchq.functional.embeddings import (
     PackedEmbedding,
@@ -17,7 +18,7 @@ from torchq.functional.embeddings import (
 )
 from torchq.functional.placeholders import check_sizes, placeholder
 from torchq.nn.leaf import Leaf
-from torchq.nn.module import QModule, Spec
+from torchq.nn.module import QModule, Spec, half_entry, half_from_entry
 
 
 class _Embedding(Leaf, QModule):
@@ -42,9 +43,7 @@ class _Embedding(Leaf, QModule):
         scales = "f16" if weight.scale_dtype == torch.float16 else "f32"
         shape = [self.num_embeddings, self.embedding_dim]
         known = {"weight": shape, "bits": self.bits, "scales": scales, "padding": padding_idx}
-        if dtype == torch.bfloat16:
-            known["dtype"] = "bf16"
-        self._set_spec(**known, **spec)
+        self._set_spec(**known, **half_entry(dtype), **spec)
         vars(self).update(spec)
         fixed = ("num_embeddings", "embedding_dim", "padding_idx", *spec)
         vars(self)["_fixed"] = {name: vars(self)[name] for name in fixed}
@@ -97,7 +96,7 @@ class QEmbedding(_Embedding):
 
     Shapes:
         input: int64 or int32, any.
-        dst: ``(*, embedding_dim)``, bfloat16 where the float module was, else float32.
+        dst: ``(*, embedding_dim)``, bfloat16 or float16 where the float module was, else float32.
 
     Raises:
         IndexError: an index is no row of the table.
@@ -137,7 +136,7 @@ class QEmbedding(_Embedding):
     @classmethod
     def from_spec(cls, spec: Spec) -> Self:
         """See the base class."""
-        return cls(cls._placeholder(spec), spec["padding"], _dtype_of(spec))
+        return cls(cls._placeholder(spec), spec["padding"], half_from_entry(spec))
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up; the argument is called as that of ``torch.nn.Embedding``."""
@@ -153,7 +152,8 @@ class QEmbeddingBag(_Embedding):
 
     Shapes:
         input: int64 or int32, ``(n,)`` with ``offsets``, or ``(bags, n)``.
-        dst: ``(bags, embedding_dim)``, bfloat16 where the float module was, else float32.
+        dst: ``(bags, embedding_dim)``, bfloat16 or float16 where the float module was, else
+            float32.
 
     Raises:
         IndexError: an index is no row of the table.
@@ -199,7 +199,7 @@ class QEmbeddingBag(_Embedding):
     def from_spec(cls, spec: Spec) -> Self:
         """See the base class."""
         mode, last = spec["mode"], spec["include_last_offset"]
-        dtype = _dtype_of(spec)
+        dtype = half_from_entry(spec)
         return cls(cls._placeholder(spec), mode, last, spec["padding"], dtype)
 
     def forward(
@@ -223,12 +223,9 @@ class QEmbeddingBag(_Embedding):
         return dst.to(self._dtype)
 
 
-def _dtype_of(spec: Spec) -> torch.dtype:
-    return torch.bfloat16 if spec.get("dtype") == "bf16" else torch.float32
-
-
 def _result(module: nn.Embedding | nn.EmbeddingBag) -> torch.dtype:
-    return torch.bfloat16 if module.weight.dtype == torch.bfloat16 else torch.float32
+    dtype: torch.dtype = module.weight.dtype
+    return dtype if dtype in HALVES else torch.float32
 
 
 def _packed(

@@ -24,9 +24,9 @@ class QExperts(QModule):
     ``e = index[row, k]``. Weights of experts that no row asks for are not read.
 
     Shapes:
-        hidden_states: float32 or bfloat16 ``(rows, features)``.
+        hidden_states: float32, bfloat16 or float16 ``(rows, features)``.
         top_k_index: int64 ``(rows, k)``, the experts of a row; others than experts count nothing.
-        top_k_weights: float32 or bfloat16 ``(rows, k)``.
+        top_k_weights: float32, bfloat16 or float16 ``(rows, k)``.
     """
 
     def __init__(self, up: nn.Module, down: nn.Module, gate: nn.Module | None) -> None:

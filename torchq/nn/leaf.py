@@ -16,7 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from torchq.attributes.arguments import kind_text
 from torchq.nn.float_weight import FloatWeight
-from torchq.nn.module import QModule, Spec, as_source
+from torchq.nn.module import QModule, Spec, as_source, half_entry, half_from_entry, is_real
 from torchq.nn.quantize import Quantize
 from torchq.quantization.qparams import QParams
 
@@ -228,7 +228,7 @@ class QuantizedLeaf(Leaf, QModule):
             constants: attributes of the float layer.
             weight: how to unpack the weight: ``shape``, ``groups``, ``dilation``, ``stride``,
                 ``zero`` (128 of uint8) and ``turned`` (the float module holds the transpose);
-                ``dtype`` of the float one, "bf16", where it is not float32.
+                ``dtype`` of the float one, "bf16" or "f16", where it is not float32.
             pad: for :func:`torch.nn.functional.pad` in front of the layer.
             mode: of that padding.
         """
@@ -238,7 +238,7 @@ class QuantizedLeaf(Leaf, QModule):
         self._shape, self._dilation = list(weight["shape"]), list(weight["dilation"])
         self._stride, self._groups = list(weight["stride"]), weight["groups"]
         self._zero, self._turned = weight["zero"], weight["turned"]
-        self._dtype = torch.bfloat16 if weight.get("dtype") == "bf16" else torch.float32
+        self._dtype = half_from_entry(weight)
         self.quantize: Quantize | None = None  # a plain None costs no look-up through nn.Module
         self._set_spec(constants=constants, weight=weight, pad=list(pad), mode=mode)
         self._fix({k: _hashable(value) for k, value in constants.items()})
@@ -262,8 +262,7 @@ class QuantizedLeaf(Leaf, QModule):
             "stride": steps, "zero": 128 * (packed.dtype == torch.uint8),
             "turned": vars(module).get("_turned", False),
         }  # fmt: skip
-        if module.weight.dtype == torch.bfloat16:
-            weight["dtype"] = "bf16"
+        weight.update(half_entry(module.weight.dtype))
         mode = getattr(module, "padding_mode", "zeros")
         pad = [] if mode == "zeros" else module._reversed_padding_repeated_twice
         made = cls(layer, constants_of(module), weight, pad, mode if pad else "")
@@ -376,10 +375,10 @@ class QuantizedLeaf(Leaf, QModule):
 
     def _checked(self, input: Tensor) -> Tensor:
         """Return the layer's source, padded."""
-        if input.dtype != torch.float32 and input.dtype != torch.bfloat16:
+        if input.dtype != torch.float32 and not is_real(input):
             raise TypeError(
-                "torchq.nn: input of a layer must be torch.float32 or torch.bfloat16, got "
-                f"{_kind(input)}. Give it input.float() or input.bfloat16()."
+                "torchq.nn: input of a layer must be torch.float32, torch.bfloat16 or "
+                f"torch.float16, got {_kind(input)}. Give it input.float()."
             )
         padded = F.pad(input, self._pad, self._pad_mode) if len(self._pad) > 0 else input
         return padded if self.quantize is None else self.quantize(padded)

@@ -44,6 +44,26 @@ def dtype_from_name(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
+_HALF_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+def half_entry(dtype: torch.dtype) -> Spec:
+    """Return what a spec says of a float module's dtype: nothing of float32."""
+    return {"dtype": _HALF_NAMES[dtype]} if dtype in _HALF_NAMES else {}
+
+
+def half_from_entry(spec: Spec) -> torch.dtype:
+    """Return the dtype of which :func:`half_entry` made an entry of ``spec``."""
+    name = spec.get("dtype")
+    return next((dtype for dtype, own in _HALF_NAMES.items() if own == name), torch.float32)
+
+
+def is_real(src: Tensor) -> bool:
+    """Return whether it is float32, bfloat16 or float16. TorchScript compiles it."""
+    dtype = src.dtype
+    return dtype == torch.float32 or dtype == torch.bfloat16 or dtype == torch.float16
+
+
 def quantize_boundary(
     src: Tensor, scale: Tensor, zero_point: Tensor, code: int, low: int, high: int
 ) -> Tensor:
@@ -52,24 +72,26 @@ def quantize_boundary(
     A function because TorchScript compiles it.
 
     Raises:
-        TypeError: ``src`` is neither float32 nor bfloat16 nor of the module's source dtype.
+        TypeError: ``src`` is neither float32, bfloat16 nor float16, nor of the module's source
+            dtype.
     """
-    if src.dtype != torch.float32 and src.dtype != torch.bfloat16:
+    if not is_real(src):
         raise TypeError(
-            "torchq.nn: src must be float32 or bfloat16, or the module's own quantized dtype, got "
-            f"{src.dtype}. Convert it with .float(), or dequantize what is quantized otherwise."
+            "torchq.nn: src must be float32, bfloat16 or float16, or the module's own quantized "
+            f"dtype, got {src.dtype}. Convert it with .float(), or dequantize what is quantized "
+            "otherwise."
         )
     q: Tensor = torch.ops.torchq.quantize(src, scale, zero_point, code)
     return torch.clamp(q, low, high) if high - low < 255 else q
 
 
 def as_source(dst: Tensor, src: Tensor) -> Tensor:
-    """Return a float32 result in bfloat16 where the source is bfloat16; others as they are.
+    """Return a float32 result in the dtype of a bfloat16 or float16 source; others as they are.
 
     A function because TorchScript compiles it.
     """
-    if src.dtype == torch.bfloat16 and dst.dtype == torch.float32:
-        return dst.to(torch.bfloat16)
+    if src.dtype != dst.dtype and dst.dtype == torch.float32 and src.is_floating_point():
+        return dst.to(src.dtype)
     return dst
 
 

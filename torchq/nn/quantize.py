@@ -9,7 +9,14 @@ from torch import Tensor
 from torchq.functional.placeholders import placeholder
 from torchq.functional.tables import lookup_table
 from torchq.nn.direct_call import DirectCall, source, state
-from torchq.nn.module import QModule, Spec, dtype_name, placeholder_qparams, quantize_boundary
+from torchq.nn.module import (
+    QModule,
+    Spec,
+    dtype_name,
+    is_real,
+    placeholder_qparams,
+    quantize_boundary,
+)
 from torchq.quantization.qparams import QParams
 
 
@@ -104,12 +111,12 @@ class Dequantize(QModule):
 
     def forward(self, src: Tensor) -> Tensor:
         """Dequantize."""
-        if src.dtype == torch.float32 or src.dtype == torch.bfloat16:
+        if is_real(src):
             return src
         if src.dtype != self.src_dtype:
             raise TypeError(
-                "torchq.nn.Dequantize: src must be float32 or bfloat16, or the quantized dtype it "
-                f"was made for, got {src.dtype}. Convert it with .float()."
+                "torchq.nn.Dequantize: src must be float32, bfloat16 or float16, or the quantized "
+                f"dtype it was made for, got {src.dtype}. Convert it with .float()."
             )
         scale, zero_point, axis = self.src_scale, self.src_zero_point, self.axis
         if axis is not None:

@@ -235,7 +235,7 @@ class _QRecurrent(FloatParameters, QModule):
     def _run(
         self, src: Tensor, batch_sizes: Tensor | None, h_0: Tensor | None, c_0: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """All layers on [T, N, inputs], or on packed rows; rounded to bfloat16 at the end."""
+        """All layers on [T, N, inputs], or on packed rows; rounded to a half dtype at the end."""
         given = src
         h_n: list[Tensor] = []
         c_n: list[Tensor] = []

@@ -8,7 +8,14 @@ from torchq.attributes.attr import Attr
 from torchq.attributes.options import Cell
 from torchq.functional.packing import PackedWeight, pack_linear
 from torchq.functional.placeholders import are_limited, count_modules, placeholder
-from torchq.nn.module import QModule, Spec, dtype_from_name, dtype_name, placeholder_qparams
+from torchq.nn.module import (
+    QModule,
+    Spec,
+    dtype_from_name,
+    dtype_name,
+    is_real,
+    placeholder_qparams,
+)
 from torchq.nn.rnn_attr import attr_of
 from torchq.nn.rnn_packing import RecurrentWeight, grouped, ungrouped
 from torchq.quantization.qparams import QParams
@@ -267,10 +274,10 @@ class QRecurrentLayer(QModule):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the layer: dst, h_n and c_n (empty unless an LSTM)."""
         if self.dynamic:
-            if src.dtype != torch.float32 and src.dtype != torch.bfloat16:
+            if not is_real(src):
                 raise TypeError(
-                    "torchq.nn: src of a dynamic recurrent layer must be float32 or bfloat16, got "
-                    f"{src.dtype}. Convert it with .float(), or use a static layer."
+                    "torchq.nn: src of a dynamic recurrent layer must be float32, bfloat16 or "
+                    f"float16, got {src.dtype}. Convert it with .float(), or use a static layer."
                 )
         elif src.dtype != self.src_dtype:
             src = self._quantized_src(src)

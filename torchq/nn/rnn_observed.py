@@ -69,7 +69,7 @@ class _Observed(nn.Module):
             names = ", ".join(cls.__name__ for cls in known)
             raise TypeError(
                 f"torchq.nn.{type(self).__name__}: module must be one of {names} of torch.nn in "
-                f"float32 or bfloat16, got {type(module).__name__}, "
+                f"float32, bfloat16 or float16, got {type(module).__name__}, "
                 f"{next(module.parameters()).dtype}. Call module.float() first."
             )
         self.module = module
@@ -117,7 +117,7 @@ class ObservedRNN(_Observed):
     Run it on representative data in place of the float network, then :meth:`convert` it.
 
     Args:
-        module: ``torch.nn.LSTM``, ``GRU`` or ``RNN``, float32 or bfloat16, or a class that only
+        module: ``torch.nn.LSTM``, ``GRU`` or ``RNN``, of floats, or a class that only
             inherits.
         config: how to quantize; ``dynamic`` needs no data.
         name: of the module, for messages.

@@ -67,7 +67,7 @@ def quantized_weight(
     turns -128 steps into 128. Then it gets one that they fit.
 
     Args:
-        weight: float32 or bfloat16.
+        weight: float32, bfloat16 or float16.
         granularity: of scales that are chosen.
         bits: 8 or 7, where scales are chosen.
         scale: finite float32 values > 0, one or ``[OC]``; None chooses.

@@ -58,7 +58,7 @@ def prepare_qat(
     ``QConfig(dynamic=True)`` in ``overrides``.
 
     Args:
-        model: float32 or bfloat16, on the CPU; the copy may be moved.
+        model: float32, bfloat16 or float16, on the CPU; the copy may be moved.
         example_inputs: a batch like the training data: a tensor, a tuple, or a dict of keyword
             arguments.
         config: how to quantize, as for :func:`torchq.prepare`. Its observer is not used.

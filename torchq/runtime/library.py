@@ -16,7 +16,8 @@ from torch import Tensor
 LIBRARY_PATH = Path(__file__).parents[1] / "libtorchq.so"
 """The shared library; a C++ program loads the same file."""
 
-DTYPES = {0: torch.uint8, 1: torch.int8, 3: torch.int32, 6: torch.float32, 15: torch.bfloat16}
+DTYPES = {0: torch.uint8, 1: torch.int8, 3: torch.int32, 6: torch.float32}
+DTYPES |= {15: torch.bfloat16, 5: torch.float16}
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
@@ -36,12 +37,12 @@ def dtype_code(dtype: torch.dtype, op: str = "") -> int:
     """Return the ``dst_dtype`` argument of an op for a torch dtype.
 
     Raises:
-        NotImplementedError: ``dtype`` is not uint8, int8, int32, float32 or bfloat16.
+        NotImplementedError: ``dtype`` is not uint8, int8, int32, float32, bfloat16 or float16.
     """
     if not isinstance(dtype, torch.dtype) or dtype not in _CODES:
         raise NotImplementedError(
             f"torchq{op and '.'}{op}: dst_dtype must be one of {', '.join(map(str, _CODES))}, got "
-            f"{dtype}. The nearest supported destination is torch.float32 or torch.bfloat16."
+            f"{dtype}. The nearest supported destination is torch.float32."
         )
     return _CODES[dtype]
 

@@ -18,17 +18,40 @@
 namespace torchq {
 namespace {
 
-enum class Alg { sum, mean, max, min, mul };
+enum class Alg { sum, mean, max, min, mul, norm_max, norm_sum, power_max, power_sum };
+
+bool is_norm(Alg alg) { return alg >= Alg::norm_max; }
 
 Alg reduce_alg(c10::string_view name) {
-  constexpr c10::string_view names[] = {"sum", "mean", "max", "min", "mul"};
+  constexpr c10::string_view names[] = {"sum",
+                                        "mean",
+                                        "max",
+                                        "min",
+                                        "mul",
+                                        "norm_lp_max",
+                                        "norm_lp_sum",
+                                        "norm_lp_power_p_max",
+                                        "norm_lp_power_p_sum"};
+  static_assert(std::size(names) == static_cast<size_t>(Alg::power_sum) + 1);
   for (size_t i = 0; i < std::size(names); ++i) {
     if (names[i] == name) return static_cast<Alg>(i);
   }
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      false, "torchq.reduction: alg must be sum, mean, max, min or mul, got '", name,
-      "'. The nearest to a norm is a sum of torchq.functional.eltwise 'square'.");
+  TORCH_CHECK_VALUE(false, "torchq.reduction: alg must be sum, mean, max, min, mul, norm_lp_max, ",
+                    "norm_lp_sum, norm_lp_power_p_max or norm_lp_power_p_sum, got '", name,
+                    "'. Pass one of these.");
 }
+
+/// Of sums of |x|^p: eps is added, or the least of them.
+struct Norm {
+  double p, eps;
+
+  double root(Alg alg, double sum) const {
+    const bool adds = alg == Alg::norm_sum || alg == Alg::power_sum;
+    const double power = adds ? sum + eps : sum < eps ? eps : sum;  // NaN stays
+    if (alg == Alg::power_max || alg == Alg::power_sum || p == 1) return power;
+    return p == 2 ? std::sqrt(power) : std::pow(power, 1 / p);
+  }
+};
 
 /// A dense [outer][count][inner] source; the middle is reduced. Bytes by the tier's kernel, wider
 /// values in code that all tiers share: sums of float32 in double.
@@ -37,6 +60,7 @@ struct Blocks {
   using Result = Reduced<T>;
   const Kernels& tier;
   Alg alg;
+  Norm norm;
   const T* data;
   int64_t count, inner;
 
@@ -86,13 +110,27 @@ struct Blocks {
     columns(data + first / inner * count * inner + i, count, inner, n, result);
     return n;
   }
-  double product(int64_t at, const Real& from) const {
-    const T* p = data + at / inner * count * inner + at % inner;
-    double result = 1;
+  /// take(result, x) of the real values of one destination element, one after the other.
+  template <class Take>
+  double in_order(int64_t at, const Real& from, double result, const Take& take) const {
+    const T* q = data + at / inner * count * inner + at % inner;
     for (int64_t i = 0; i < count; ++i) {
-      result *= double{from.scale} * (static_cast<double>(p[i * inner]) - from.zero_point);
+      const double value = static_cast<double>(q[i * inner]) - from.zero_point;
+      result = take(result, double{from.scale} * value);
     }
     return result;
+  }
+  /// The product, or the norm.
+  double one_by_one(int64_t at, const Real& from) const {
+    if (alg == Alg::mul)
+      return in_order(at, from, 1, [](double result, double x) { return result * x; });
+    const double p = norm.p;
+    const double sum =
+        p == 1   ? in_order(at, from, 0, [](double s, double x) { return s + std::abs(x); })
+        : p == 2 ? in_order(at, from, 0, [](double s, double x) { return s + x * x; })
+                 : in_order(at, from, 0,
+                            [&](double s, double x) { return s + std::pow(std::abs(x), p); });
+    return norm.root(alg, sum);
   }
 };
 
@@ -171,8 +209,8 @@ void store_reduced(const Blocks<T>& blocks, const Real& from, const RealOutput& 
       (blocks.alg == Alg::sum || blocks.alg == Alg::mean ? blocks.count : 1) * from.zero_point;
   for (int64_t first = range.begin; first < range.end;) {
     int64_t n = std::min<int64_t>(kRealBlock, range.end - first);
-    if (blocks.alg == Alg::mul) {
-      for (int64_t i = 0; i < n; ++i) x[i] = static_cast<float>(blocks.product(first + i, from));
+    if (blocks.alg == Alg::mul || is_norm(blocks.alg)) {
+      for (int64_t i = 0; i < n; ++i) x[i] = static_cast<float>(blocks.one_by_one(first + i, from));
     } else {
       n = blocks.results(first, n, result);
       const double divisor = blocks.alg == Alg::mean ? count : 1;
@@ -201,12 +239,15 @@ void reduce(const Blocks<T>& blocks, const Real& from, const Real& to, const Rea
 at::Tensor reduction(const at::Tensor& src, c10::string_view alg_name, c10::IntArrayRef dims,
                      bool keepdim, const at::Tensor& scales, const at::Tensor& zero_points,
                      int64_t dst_dtype, c10::string_view post_ops,
-                     std::optional<at::TensorList> post_op_srcs) {
+                     std::optional<at::TensorList> post_op_srcs, double p, double eps) {
   OpTrace trace("reduction");
   const Kernels& tier = kernels();
   trace.ran(tier, "reduction");
   check_source("reduction", "src", src);
   const Alg alg = reduce_alg(alg_name);
+  TORCH_CHECK_VALUE(!is_norm(alg) || (std::isfinite(p) && p >= 1 && std::isfinite(eps) && eps >= 0),
+                    "torchq.reduction: p must be finite and at least 1, and eps at least 0, got p ",
+                    p, " and eps ", eps, ". The norm of the largest magnitude is 'max' of abs.");
   const auto params =
       read_params("reduction", scales, zero_points, {src}, dst_dtype_of("reduction", dst_dtype));
   const Real &from = params[0], &to = params[1];
@@ -234,9 +275,9 @@ at::Tensor reduction(const at::Tensor& src, c10::string_view alg_name, c10::IntA
   if (is_done(dst)) return dst;
   const auto dense = dense_blocks(src, reduced, n);
   const bool exact = to.dtype == DType::s32 && from.scale == 1 && to.scale == 1 &&
-                     alg != Alg::mean && alg != Alg::mul && post_ops.empty();
+                     alg != Alg::mean && alg != Alg::mul && !is_norm(alg) && post_ops.empty();
   const auto run = [&](const auto* data) {
-    reduce(Blocks{tier, alg, data, n, dense.second}, from, to, out, exact, dst);
+    reduce(Blocks{tier, alg, {p, eps}, data, n, dense.second}, from, to, out, exact, dst);
   };
   const void* data = dense.first.const_data_ptr();
   switch (from.dtype) {

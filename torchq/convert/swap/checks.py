@@ -103,8 +103,8 @@ def check_model(model: nn.Module) -> None:
         if isinstance(module, (*MATMUL, *RECURRENT)):
             if dtypes := {p.dtype for p in own} - {*FLOATS}:
                 raise TypeError(
-                    f"torchq.prepare: model must be float32 or bfloat16, got {dtypes.pop()} in "
-                    f"{place}. Call model.float() or model.bfloat16() first."
+                    "torchq.prepare: model must be float32, bfloat16 or float16, got "
+                    f"{dtypes.pop()} in {place}. Call model.float() first."
                 )
             check_finite("prepare", module, name)
         if devices := {p.device.type for p in own} - {"cpu"}:
