@@ -46,7 +46,7 @@ def grouped_linear(
     Each call packs the weights anew; :class:`torchq.nn.DynamicQGroupedLinear` packs them once.
 
     Args:
-        src: float32 or bfloat16 ``(rows, in_features)``, finite.
+        src: float32, bfloat16 or float16 ``(rows, in_features)``, finite.
         offsets: int32 ``[groups]``, ascending: where the rows of each group end.
         weight: int8 ``(groups, out_features, in_features)``.
         weight_scale: a number, or float32 that broadcasts to ``[groups, out_features]``.
@@ -125,7 +125,7 @@ def grouped_linear_int4(
     a :class:`torchq.nn.DynamicQGroupedLinearInt4` has the stack.
 
     Args:
-        src: float32 or bfloat16 ``(rows, in_features)``, finite.
+        src: float32, bfloat16 or float16 ``(rows, in_features)``, finite.
         offsets: int32 ``[groups]``, ascending: where the rows of each group end.
         weights: at least one, each packed by :func:`torchq.packing.pack_linear_int4`; all of one
             shape, group size and symmetry.

@@ -83,7 +83,7 @@ class DynamicQGroupedLinear(GroupedLinearBase):
         bias: the same, or absent.
 
     Shapes:
-        src: float32 or bfloat16 ``(rows, in_features)``, group by group.
+        src: float32, bfloat16 or float16 ``(rows, in_features)``, group by group.
         offsets: int32 ``[groups]``, ascending: where the rows of each group end.
         dst: ``(rows, out_features)`` of the source's dtype; zeros behind the last group.
 
