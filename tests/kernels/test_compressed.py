@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
 import torch.nn.functional as F
 from calls import F32, S8, assert_same
+from memory import before_guard_page, flushing_denormals, rounding_upward
 from reference_arithmetic import f32, fma32
 from test_attention import symmetric
 from torch import Tensor
@@ -219,6 +222,36 @@ def test_threads_and_blocks_change_nothing(threads: int) -> None:
         assert_same(got, expected(query, key, value, None, 0.2))
 
 
+@pytest.mark.parametrize("size", [3, 16, 20, 64])
+def test_nothing_is_read_past_the_end(isa: str, size: int) -> None:
+    query, mask = torch.randn(1, 4, 2, size), torch.randn(2, 21)
+    key, value = any_rows(1, 2, 21, size, 1), any_rows(1, 2, 21, size + 1, 2)
+    expected = TF.compressed_attention(query, key, value, mask)
+    guarded = [before_guard_page(x) for x in (query, key, value, mask)]
+    assert_same(TF.compressed_attention(*guarded), expected)
+    assert_same(TF.compress_rows(guarded[0]), TF.compress_rows(query))
+
+
+@pytest.mark.parametrize("mode", [rounding_upward, flushing_denormals])
+@pytest.mark.parametrize("length", [1, 200])
+def test_floating_point_mode(
+    isa: str, mode: Callable[[], AbstractContextManager[None]], length: int
+) -> None:
+    """The calling thread's and its workers'; results and scales are denormal."""
+    query, key, value = (
+        drawn(1, 2, length, 20, 1),
+        drawn(1, 2, 300, 20, 2),
+        any_rows(1, 2, 300, 20, 3),
+    )
+    value[..., -4:] = torch.full((1,), 5e-41).view(S8)
+    rows = TF.compress_rows(key)
+    expected = TF.compressed_attention(query, rows, value)
+    assert (expected.abs().double() < 2.0**-126).all() and expected.any()
+    with mode():
+        assert_same(TF.compress_rows(key), rows)
+        assert_same(TF.compressed_attention(query, rows, value), expected)
+
+
 def test_error_against_float64(isa: str) -> None:
     """Only the rounding of keys and values to 8 bits is lost."""
     query, key, value = (
@@ -276,7 +309,7 @@ def test_errors() -> None:
     with torch.enable_grad():
         refuse(RuntimeError, "query requires grad", q.requires_grad_(), k, k)
     for src, error, match in (
-        (torch.zeros(3).half(), TypeError, "compress_rows: src must be .*float32"),
+        (torch.zeros(3).double(), TypeError, "compress_rows: src must be float32, got float64"),
         (torch.zeros(()), ValueError, "compress_rows: src must have rows of at most"),
     ):
         with pytest.raises(error, match=match):

@@ -146,6 +146,14 @@ REFUSED = {
         ),
         f"torchq.compressed_attention: {TOO_LARGE}",
     ),
+    "keys of compressed_attention": (
+        lambda: ops.compressed_attention(
+            torch.empty(1, 1, 1, 2), *[of(1, 1, 1, 6, dtype=S8).expand(1, 1, 2**40, 6)] * 2,
+            None, 1.0,
+        ),
+        "torchq.compressed_attention: query and value must have at most 2147483583 columns, key "
+        "as many rows, got [1, 1, 1, 2], [1, 1, 1099511627776, 6] and",
+    ),
     "layer_norm": (
         lambda: ops.layer_norm(
             *(WIDE, 2, None, None, 1e-5, of(2, dtype=FLOAT), torch.zeros(2, dtype=INT), 0, "")

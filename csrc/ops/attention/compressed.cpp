@@ -67,10 +67,13 @@ void check_shapes(const char* op, const at::Tensor& q, const at::Tensor& k, cons
                     ": query, key and value must be (N, H, L, E), (N, G, S, E + 4) and ",
                     "(N, G, S, Ev + 4), got ", q.sizes(), ", ", k.sizes(), " and ", v.sizes(),
                     ". Add the missing dimension with unsqueeze.");
+  TORCH_CHECK_VALUE(std::max({q.size(3), k.size(2), v.size(3)}) <= kMaxChannels, "torchq.", op,
+                    ": query and value must have at most ", kMaxChannels, " columns, key as many ",
+                    "rows, got ", q.sizes(), ", ", k.sizes(), " and ", v.sizes(), ". Cut them.");
   TORCH_CHECK_VALUE(q.size(0) == k.size(0) && k.sizes().slice(0, 3) == v.sizes().slice(0, 3),
                     "torchq.", op, ": query, key and value must have the same batch, key and ",
                     "value the same heads and rows, got ", q.sizes(), ", ", k.sizes(), " and ",
-                    v.sizes(), ". Expand the batch, and cut or join all of a cache alike.");
+                    v.sizes(), ". Expand the batch, and cut or join keys and values alike.");
   TORCH_CHECK_VALUE(k.size(1) > 0 ? q.size(1) % k.size(1) == 0 : q.size(1) == 0, "torchq.", op,
                     ": query must have a multiple of the heads of key and value, got ", q.size(1),
                     " and ", k.size(1), ". Each of these serves as many heads of query.");
@@ -151,8 +154,9 @@ at::Tensor compressed_attention(const at::Tensor& query, const at::Tensor& key,
 
   const int64_t count = key.size(0) * key.size(1),
                 rows = query.size(1) / key.size(1) * query.size(2);
-  const int64_t cost = count * rows * key.size(2) * (key.size(3) + value.size(3));
-  const int threads = threads_for(cost);
+  const double cost = static_cast<double>(count * rows) * static_cast<double>(key.size(2)) *
+                      static_cast<double>(key.size(3) + value.size(3));
+  const int threads = threads_for(static_cast<int64_t>(std::min(cost, 1e18)));
   int64_t block = std::max<int64_t>(1, tuning::kAttentionBytes / (whole_panels(key.size(2)) * 4));
   block = std::min({block, rows, std::max<int64_t>(1, (rows * count + threads - 1) / threads)});
   const int64_t blocks = (rows + block - 1) / block;
