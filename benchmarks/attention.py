@@ -6,12 +6,16 @@ no such op: its time is that of a matmul to float32, a softmax to uint8 and a se
 run by itself, on a key that is transposed in memory; it rounds weights that are normalized, to
 1 / 255, so it is some steps away. torch computes the real values in float32, and
 its ratio is to torchq's call.
+
+``cache``: one token's queries on a cache of compressed keys and values, beside torch's op on one of
+float32.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +27,7 @@ from benchmarks.onednn import Peer
 from benchmarks.timing import call_blocks
 from torchq.runtime.library import dtype_code
 
-__all__ = ["ATTENTION", "Attention"]
+__all__ = ["ATTENTION", "CACHE", "Attention", "CachedAttention"]
 
 _QUERY, _KEY, _VALUE, _DST = 0.03, 0.03, 0.02, 0.016
 _WEIGHT = 1 / 255  # oneDNN's softmax
@@ -102,6 +106,42 @@ class Attention:
         return Competitor((dst / _DST).round().add(128).clamp(0, 255), blocks, tolerance=6)
 
 
+@dataclass(frozen=True)
+class CachedAttention:
+    """One token's attention to ``length`` tokens of a cache, whose heads serve several each."""
+
+    heads: int
+    cached_heads: int
+    length: int
+    size: int
+    src_dtype = "f32"
+
+    @property
+    def name(self) -> str:
+        return f"{self.heads} on {self.cached_heads}x{self.length}x{self.size}"
+
+    @property
+    def macs(self) -> int:
+        return 2 * self.heads * self.length * self.size
+
+    def sources(self) -> list[Tensor]:
+        """Query, key and value."""
+        cache = torch.randn(2, 1, self.cached_heads, self.length, self.size)
+        return [torch.randn(1, self.heads, 1, self.size), *cache]
+
+    def ours(self, data: list[Tensor]) -> tuple[Any, list[Any]]:
+        rows = [torch.ops.torchq.compress_rows(src) for src in data[1:]]
+        op = torch.ops.torchq.compressed_attention.default
+        return op, [data[0], *rows, None, self.size**-0.5]
+
+    def torch(self, data: list[Tensor]) -> Competitor:
+        attention = partial(F.scaled_dot_product_attention, enable_gqa=True)
+        query, key, value = data
+        dst = attention(query, key, value)
+        tolerance = 2**-5 * float(dst.abs().max())
+        return Competitor(dst, call_blocks(attention, data), real_tolerance=tolerance)
+
+
 ATTENTION = Counter(
     [
         Attention(12, 32, 64),
@@ -112,3 +152,4 @@ ATTENTION = Counter(
         Attention(8, 1024, 40),
     ]
 )
+CACHE = Counter(CachedAttention(14, 2, length, 64) for length in (256, 1024, 4096))

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import torchq
 from benchmarks import report
-from benchmarks.attention import ATTENTION, Attention
+from benchmarks.attention import ATTENTION, CACHE, Attention, CachedAttention
 from benchmarks.competitors import (
     Competitor,
     Operands,
@@ -48,11 +48,14 @@ __all__ = ["add_arguments", "run"]
 PEERS = ("onednn", "torch", "torchao")
 _SRC_DTYPES = {"u8": torch.uint8, "s8": torch.int8}
 
-AnyLayer: TypeAlias = Layer | LoggedLayer | Primitive | Attention | Bags | Dynamic | Int4
+AnyLayer: TypeAlias = (
+    Layer | LoggedLayer | Primitive | Attention | CachedAttention | Bags | Dynamic | Int4
+)
 LAYERS: dict[str, Mapping[Any, int]] = {
     **SUITES,
     "elementwise": ELEMENTWISE,
     "attention": ATTENTION,
+    "cache": CACHE,
     "embedding": EMBEDDING,
     "dynamic": DYNAMIC,
     "int4": INT4,
@@ -137,7 +140,7 @@ class Setup:
             srcs = layer.sources()
             makers = {"torch": lambda: layer.torch(srcs), "torchao": lambda: layer.torchao(srcs)}
             return *layer.ours(srcs), makers
-        if isinstance(layer, Int4):
+        if isinstance(layer, Int4 | CachedAttention):
             srcs = layer.sources()
             return *layer.ours(srcs), {"torch": lambda: layer.torch(srcs)}
         data = Operands.random(layer, _SRC_DTYPES[src])
@@ -153,7 +156,8 @@ class Setup:
             expected = op(*args)
         peers = self.competitors(layer.name, makers)
         with torchq.use_isa(self.isa):
-            saturate = not (sums_are_exact() or isinstance(layer, Primitive | Bags | Int4))
+            exact = Primitive | CachedAttention | Bags | Int4
+            saturate = not (sums_are_exact() or isinstance(layer, exact))
             saturated = verify(layer.name, op(*args), expected, peers, saturate=saturate)
             kernel = torchq.last_kernel()
             blocks = {"kernel": op_blocks(op, args), "call": call_blocks(op, args)}
@@ -209,7 +213,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         report.require_matplotlib()
     # Peers without such ops.
-    absent = {"onednn"} if args.suite in ("embedding", "dynamic", "int4") else set()
+    absent = {"onednn"} if args.suite in ("cache", "embedding", "dynamic", "int4") else set()
     absent |= {"torchao"} if args.suite not in ("embedding", "dynamic") else set()
     absent |= {"torch"} if args.line or args.suite == "elementwise" else set()
     names = [name for name in names if name not in absent]

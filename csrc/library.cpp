@@ -85,6 +85,11 @@ TORCH_LIBRARY(torchq, m) {
       "dynamic_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, "
       "float scale) -> Tensor",
       tags);
+  m.def("compress_rows(Tensor src) -> Tensor", tags);
+  m.def(
+      "compressed_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale) -> "
+      "Tensor",
+      tags);
   m.def(
       "gemm(Tensor a, Tensor b, Tensor? c, bool trans_a, bool trans_b, float alpha, float beta, "
       "int ao, int bo, str offsetc, Tensor co) -> Tensor",
@@ -346,9 +351,10 @@ void refuse_all(torch::Library& m) { implement_all<&refuse>(m); }
 
 TORCH_LIBRARY_IMPL(torchq, Autograd, m) { torchq::implement_all<&torchq::refuse_gradients>(m); }
 TORCH_LIBRARY_IMPL(torchq, AutocastCPU, m) {
-  for (const char* op : {"linear", "conv", "conv_transpose", "matmul", "attention",
-                         "dynamic_linear", "dynamic_linear_int4", "grouped_linear",
-                         "grouped_linear_int4", "dynamic_conv", "dynamic_attention"})
+  for (const char* op :
+       {"linear", "conv", "conv_transpose", "matmul", "attention", "dynamic_linear",
+        "dynamic_linear_int4", "grouped_linear", "grouped_linear_int4", "dynamic_conv",
+        "dynamic_attention", "compressed_attention"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&torchq::autocast>());
 }
 TORCH_LIBRARY_IMPL(torchq, QuantizedCPU, m) { torchq::refuse_all(m); }

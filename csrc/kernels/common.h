@@ -62,6 +62,8 @@ TORCHQ_INLINE typename Isa::Float scaled(typename Isa::Int sum, typename Isa::Fl
   return Isa::fma(Isa::to_float(sum), multiplier, offset);
 }
 
+TORCHQ_INLINE int64_t whole_panels(int64_t n) { return (n + kPanel - 1) / kPanel * kPanel; }
+
 TORCHQ_INLINE int min_int(int64_t a, int64_t b) { return static_cast<int>(a < b ? a : b); }
 
 }  // namespace

@@ -82,6 +82,7 @@ constinit const AttentionKernels Table<kTier, AttentionKernels>::entries = {
     .quantize_symmetric = &quantize_symmetric,
     .attention_weights = &attention_weights,
     .attention_means = &attention_means,
+    .compressed_attention = &compressed_attention,
 };
 
 template <>

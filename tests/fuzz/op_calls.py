@@ -73,6 +73,7 @@ OTHERS = ["None", "1.5", "'text'", "[]", "{}", "object()", "float('nan')", "True
 
 U8_4D, F1 = "tensor((2, 4, 5, 5), torch.uint8, 'random')", "tensor((1,))"
 F_4D, S32_4D = "tensor((2, 4, 5, 5))", "tensor((2, 4, 5, 5), torch.int32, 7)"
+ROWS_4D = "tensor((2, 2, 7, 9), torch.int8, 'random')"
 I1 = "tensor((1,), torch.int32, 0)"
 S3, Z3 = "tensor((3,))", "tensor((3,), torch.int32, 0)"
 S4, Z4 = "tensor((4,))", "tensor((4,), torch.int32, 0)"
@@ -194,6 +195,9 @@ VALID: list[tuple[str, list[str]]] = [
     ("attention", [U8_4D, U8_4D, U8_4D, "tensor((5, 5))", "False", "0.5", S4, Z4, "0"]),
     ("attention", [U8_4D, U8_4D, U8_4D, "None", "True", "0.5", S4, Z4, "6"]),
     ("dynamic_attention", [F_4D, F_4D, F_4D, "tensor((5, 5))", "False", "0.5"]),
+    ("compress_rows", [F_4D]),
+    ("compressed_attention", [F_4D, ROWS_4D, ROWS_4D, "None", "0.5"]),
+    ("compressed_attention", [F_4D, ROWS_4D, ROWS_4D, "tensor((5, 7))", "0.5"]),
     ("layer_norm", [U8_4D, "1", "tensor((5,))", "None", "1e-5", S2, Z2, "0", "''"]),
     ("layer_norm", [F_4D, "2", "None", "None", "1e-5", S2, Z2, "0", "''"]),
     ("rms_norm", [U8_4D, "1", "tensor((5,))", "1e-5", S2, Z2, "0", "''"]),

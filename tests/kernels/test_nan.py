@@ -87,6 +87,19 @@ def test_rotary(isa: str):
     check(lambda: torch.ops.torchq.rotary(torch.stack([X, V]), V, X))
 
 
+def test_compressed_attention(isa: str):
+    """Takes NaN from queries, scales and masks."""
+    rows = torch.cat([random_q((1, 1, 60, 16), S8, 1), X.view(1, 1, 60, 1).view(S8)], 3)
+    finite = TF.compress_rows(torch.randn(1, 1, 60, 16))
+    query = torch.randn(1, 1, 60, 16)
+    for key, value in ((rows, finite), (finite, rows)):
+        for mask in (None, torch.eye(60).bool(), V):
+            check(lambda a=(query, key, value, mask): TF.compressed_attention(*a))
+    spoilt = torch.stack([X, V] * 8, 1).view(1, 1, 60, 16)
+    check(lambda: TF.compressed_attention(spoilt, finite, finite))
+    check(lambda: TF.decompress_rows(TF.compress_rows(spoilt)))
+
+
 def test_pools_and_reductions(isa: str):
     src = torch.stack([X, V, X.roll(7)])[None]
     check(lambda: TF.max_pool(src, 2))

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of attention.
+// Rows of attention, and attention to compressed rows.
+#include <algorithm>
+
 #include "check.h"
 
 namespace torchq {
@@ -88,6 +90,60 @@ void check_means(const Kernels& k) {
   expect_same("dst", reference, tested);
 }
 
+/// Random bytes, with random scales behind each row.
+Buffer<int8_t> random_rows(int64_t length, int64_t stride, int64_t size) {
+  Buffer<int8_t> rows = random_weights((length - 1) * stride + size + 4);
+  for (int64_t j = 0; j < length; ++j) {
+    const float scale = chance(95) ? within(0.02f) : any_float(1.0f);
+    std::memcpy(rows.data() + j * stride + size, &scale, sizeof scale);
+  }
+  return rows;
+}
+
+void check_compressed(const Kernels& k) {
+  const auto panels = [](int64_t n) { return (n + kPanel - 1) / kPanel * kPanel; };
+  CompressedAttention a{};
+  a.rows = between(1, 5);
+  a.length = between(1, 50);
+  a.scale = 0.2f;
+  const int64_t size = between(1, 80), value_size = between(1, 150);
+  const int64_t stride = size + 4 + between(0, 3), value_stride = value_size + 4 + between(0, 3);
+  const Buffer<int8_t> keys = random_rows(a.length, stride, size);
+  const Buffer<int8_t> values = random_rows(a.length, value_stride, value_size);
+  a.keys = {keys.data(), stride, size};
+  a.values = {values.data(), value_stride, value_size};
+  Buffer<float> queries = any_floats(a.rows * panels(size), 1.0f);
+  if (chance(80)) queries = random_floats(queries.size(), 1.0f);
+  for (int64_t i = 0; i < queries.size(); ++i) {
+    if (i % panels(size) >= size) queries[i] = 0;
+  }
+  a.queries = queries.data();
+  const int hidden = pick({0, 50, 100});
+  const Buffer<float> mask = filled<float>(a.rows * a.length, [&] {
+    return chance(hidden) ? -std::numeric_limits<float>::infinity() : within(3.0f);
+  });
+  Buffer<float> scores(a.rows * panels(a.length)), sums(a.rows * panels(value_size));
+  Buffer<float> block(kPanel * panels(std::max(size, value_size)));
+  a.scores = scores.data(), a.sums = sums.data(), a.block = block.data();
+  Buffer<float> reference(a.rows * value_size), tested = reference;
+  std::vector<const float*> masks;
+  std::vector<float*> reference_rows, tested_rows;
+  for (int64_t r = 0; r < a.rows; ++r) {
+    masks.push_back(mask.data() + r * a.length);
+    reference_rows.push_back(reference.data() + r * value_size);
+    tested_rows.push_back(tested.data() + r * value_size);
+  }
+  if (chance(50)) a.mask = masks.data();
+  begin_case("compressed_attention",
+             text("rows", a.rows, "length", a.length, "size", size, "value_size", value_size,
+                  "mask", a.mask != nullptr, "hidden", hidden));
+  a.dst = reference_rows.data();
+  kReferenceKernels.compressed_attention(a);
+  a.dst = tested_rows.data();
+  k.compressed_attention(a);
+  expect_same("dst", reference, tested);
+}
+
 }  // namespace
 
 void check_attention(const Kernels& k) {
@@ -95,6 +151,7 @@ void check_attention(const Kernels& k) {
     check_symmetric(k);
     check_weights(k);
     check_means(k);
+    check_compressed(k);
   }
 }
 

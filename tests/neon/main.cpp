@@ -51,7 +51,7 @@ std::string left_out(const Kernels& k) {
   };
 #define ENTRY(name) add(#name, k.name != nullptr)
   // isa, two widenings, matrix, why_no_slide and depthwise_bytes are no entries.
-  static_assert(sizeof(Kernels) == (37 + 6) * sizeof(void*), "an ENTRY is missing below");
+  static_assert(sizeof(Kernels) == (38 + 6) * sizeof(void*), "an ENTRY is missing below");
   ENTRY(gemm), ENTRY(gemm_narrow), ENTRY(gemm_split), ENTRY(gemm_groups), ENTRY(gemm_int4),
       ENTRY(small_groups), ENTRY(small_groups_narrow), ENTRY(widen), ENTRY(clip), ENTRY(widen_src),
       ENTRY(compensate), ENTRY(pack_panel), ENTRY(sum_bytes), ENTRY(depthwise), ENTRY(max_pool),
@@ -59,7 +59,7 @@ std::string left_out(const Kernels& k) {
       ENTRY(rnn_step), ENTRY(quantize_row), ENTRY(epilogue_row), ENTRY(row_range), ENTRY(softmax),
       ENTRY(row_deviations), ENTRY(moments), ENTRY(row_moments), ENTRY(affine), ENTRY(blend),
       ENTRY(reduce), ENTRY(quantize_symmetric), ENTRY(attention_weights), ENTRY(attention_means),
-      ENTRY(embedding), ENTRY(embedding_bag);
+      ENTRY(compressed_attention), ENTRY(embedding), ENTRY(embedding_bag);
 #undef ENTRY
   return names;
 }

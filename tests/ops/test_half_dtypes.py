@@ -181,6 +181,19 @@ def test_dynamic_attention(isa: str, half: torch.dtype) -> None:
         same(TF.dynamic_attention(*heads, mask), rounded(expected, half))
 
 
+@each_half
+def test_compressed_attention(isa: str, half: torch.dtype) -> None:
+    """Rows are those of the same values in float32; the result is rounded to query's dtype."""
+    query, key, value = (torch.randn(2, 3, 6, 8).to(half) for _ in range(3))
+    mask = torch.randn(6, 6).to(half)
+    with torchq.use_isa(isa):
+        rows = [TF.compress_rows(x) for x in (key, value)]
+        for x, of in zip(rows, (key, value), strict=True):
+            same(x, TF.compress_rows(of.float()))
+        expected = TF.compressed_attention(query.float(), *rows, mask.float())
+        same(TF.compressed_attention(query, *rows, mask), rounded(expected, half))
+
+
 REAL: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = {
     "eltwise": lambda x, d: TF.eltwise(x, "gelu_erf", dst_dtype=d),
     "binary": lambda x, d: TF.binary(x, x.flip(0), "mul", dst_dtype=d),
@@ -238,6 +251,7 @@ def test_fake_kernels_agree(half: torch.dtype) -> None:
     lambda: TF.linear(_U8, _W, torch.ones(10).double(), ATTR),
     lambda: TF.matmul(torch.ones(3, 36).double(), _W.t()),
     lambda: TF.dynamic_attention(*[torch.ones(2, 4, 8).double()] * 3),
+    lambda: TF.compress_rows(torch.ones(2, 4).double()),
     lambda: torchq.prepare(nn.Sequential(nn.Linear(4, 4)).double().eval(), torch.ones(2, 4)),
     lambda: torchq.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)).double().eval()),
     lambda: torchq.nn.QLSTM.from_float(nn.LSTM(4, 4))(torch.ones(2, 1, 4).double()),

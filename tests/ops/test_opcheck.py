@@ -75,6 +75,12 @@ def elementwise(src: Tensor, other: Tensor) -> dict[str, tuple[Any, ...]]:
             *(src.float(), src.float(), src.float().transpose(0, 1).contiguous().transpose(0, 1)),
             *(None, True, 0.001),
         ),
+        "compress_rows": (src.float(),),
+        "compressed_attention": (
+            src.float().transpose(1, 2),
+            *[torch.ops.torchq.compress_rows(src.float())[:, :1]] * 2,
+            *(torch.rand(src.shape[1], 1), 0.3),
+        ),
         "resampling": (src, "linear", [9, 4], scales[1:], zeros[1:], 0, ""),
     }
 
@@ -103,7 +109,10 @@ def test_opcheck_of_wide_sources(name: str, dtype: torch.dtype):
 
 
 REAL = [*NAMES[NAMES.index("max_pool") :]]
-NO_CHAIN = ("sum", "reorder_rounded", "attention", "dynamic_attention")
+NO_CHAIN = (
+    *("sum", "reorder_rounded", "attention", "dynamic_attention"),
+    *("compress_rows", "compressed_attention"),
+)
 CHAIN = "binary_mul:2+eltwise_swish:1+sum:0.5:7:s8"
 
 

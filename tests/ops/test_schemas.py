@@ -109,6 +109,8 @@ attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, 
 Tensor scales, Tensor zero_points, int dst_dtype) -> Tensor
 dynamic_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, \
 float scale) -> Tensor
+compress_rows(Tensor src) -> Tensor
+compressed_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale) -> Tensor
 embedding(Tensor weight, Tensor indices, int embedding_dim, int bits) -> Tensor
 embedding_bag(Tensor weight, Tensor indices, Tensor? offsets, Tensor? per_sample_weights, \
 int embedding_dim, int bits, str mode, bool include_last_offset, int? padding_idx) -> Tensor

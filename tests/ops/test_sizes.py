@@ -131,6 +131,29 @@ REFUSED = {
         lambda: ops.rotary(*[torch.empty(0, 1, 2).expand(0, 2**62, 2)] * 3),
         f"torchq.rotary: {TOO_LARGE}",
     ),
+    "compress_rows": (
+        lambda: ops.compress_rows(torch.empty(0, 1, 1).expand(0, 2**62, 1)),
+        f"torchq.compress_rows: {TOO_LARGE}",
+    ),
+    "rows of compress_rows": (
+        lambda: ops.compress_rows(torch.empty(0, 1).expand(0, 2**62)),
+        "torchq.compress_rows: src must have rows of at most 2147483583 values, got [0, 46116860",
+    ),
+    "compressed_attention": (
+        lambda: ops.compressed_attention(
+            torch.empty(0, 1, 1, 2).expand(0, 1, 2**62, 2), *[of(0, 1, 1, 6, dtype=S8)] * 2,
+            None, 1.0,
+        ),
+        f"torchq.compressed_attention: {TOO_LARGE}",
+    ),
+    "keys of compressed_attention": (
+        lambda: ops.compressed_attention(
+            torch.empty(1, 1, 1, 2), *[of(1, 1, 1, 6, dtype=S8).expand(1, 1, 2**40, 6)] * 2,
+            None, 1.0,
+        ),
+        "torchq.compressed_attention: query and value must have at most 2147483583 columns, key "
+        "as many rows, got [1, 1, 1, 2], [1, 1, 1099511627776, 6] and",
+    ),
     "layer_norm": (
         lambda: ops.layer_norm(
             *(WIDE, 2, None, None, 1e-5, of(2, dtype=FLOAT), torch.zeros(2, dtype=INT), 0, "")

@@ -37,7 +37,13 @@ call::
 oneDNN chains the layers of each direction by itself, where torch's networks read both.
 """
 
-from torchq.functional.attentions import attention, dynamic_attention
+from torchq.functional.attentions import (
+    attention,
+    compress_rows,
+    compressed_attention,
+    decompress_rows,
+    dynamic_attention,
+)
 from torchq.functional.combine import add, concat, mul, pad
 from torchq.functional.conv import conv1d, conv2d, conv3d, convolution
 from torchq.functional.conv_transpose import (
@@ -79,6 +85,8 @@ __all__ = [
     "avg_pool",
     "batch_norm",
     "binary",
+    "compress_rows",
+    "compressed_attention",
     "concat",
     "conv1d",
     "conv2d",
@@ -87,6 +95,7 @@ __all__ = [
     "conv_transpose2d",
     "conv_transpose3d",
     "convolution",
+    "decompress_rows",
     "deconvolution",
     "dequantize",
     "dynamic_attention",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scaled dot product attention of quantized queries, keys and values."""
+"""Scaled dot product attention of quantized operands; compressed rows of keys and values."""
 
 from __future__ import annotations
 
@@ -116,6 +116,101 @@ def dynamic_attention(
             check_type(f"torchq.dynamic_attention: {name}", operand, Tensor, "Pass a tensor.")
     dst: Tensor = torch.ops.torchq.dynamic_attention(
         query, key, value, mask, is_causal, score_scale(query, scale)
+    )
+    return dst
+
+
+def compress_rows(src: Tensor) -> Tensor:
+    """Return rows as bytes with a scale each, such as a cache of keys or values holds.
+
+    Symmetrically: ``q = rne(x / s)`` with ``s = max |x| / 127`` of each row. Behind the ``E`` bytes
+    of a row are the four of its ``s``, a float32 in the machine's order. So rows are indexed, cut
+    and joined in front of the last dimension as those of a float tensor. Rows of zeros stay zeros.
+    Rows with NaN or infinity become NaN.
+
+    Args:
+        src: float32, bfloat16 or float16 ``(..., E)``.
+
+    Returns:
+        int8 ``(..., E + 4)``.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: a tensor without dimensions.
+    """
+    check_type("torchq.compress_rows: src", src, Tensor, "Pass a tensor.")
+    dst: Tensor = torch.ops.torchq.compress_rows(src)
+    return dst
+
+
+def decompress_rows(src: Tensor) -> Tensor:
+    """Return the real values ``s * q`` of what :func:`compress_rows` made.
+
+    Args:
+        src: int8 ``(..., E + 4)``.
+
+    Returns:
+        float32 ``(..., E)``.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: rows of less than four bytes.
+    """
+    check_type("torchq.decompress_rows: src", src, Tensor, "Pass a tensor.")
+    if src.dtype != torch.int8:
+        raise TypeError(
+            f"torchq.decompress_rows: src must be torch.int8, got {src.dtype}. Compress it with "
+            "torchq.functional.compress_rows."
+        )
+    if src.dim() == 0 or src.shape[-1] < 4:
+        raise ValueError(
+            "torchq.decompress_rows: src must have rows of a scale's 4 bytes and more, got "
+            f"{list(src.shape)}. Pass what torchq.functional.compress_rows returned."
+        )
+    scale = src[..., -4:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    return src[..., :-4] * scale
+
+
+def compressed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of float queries to keys and values that :func:`compress_rows` made.
+
+    ``softmax(scale * query @ real(key).mT + mask) @ real(value)``, in float32: only the rounding of
+    keys and values differs from attention of floats. Their bytes are read once for all queries that
+    share a head. Sums have one order, so all tiers and numbers of threads give the same bits.
+
+    A query from which the mask hides all keys gets 0, as in PyTorch. NaN and positive infinity in
+    the mask make their rows NaN. A key or value that is NaN spoils what it does in float: hiding
+    it by a mask is no help.
+
+    Args:
+        query: float32, bfloat16 or float16 ``(N, H, L, E)``; any strides, and dst has the same
+            order in memory.
+        key: int8 ``(N, G, S, E + 4)``. Heads of query ``i * H / G`` and on read head ``i``; H is a
+            multiple of G.
+        value: int8 ``(N, G, S, Ev + 4)``.
+        mask: broadcasts to ``(N, H, L, S)``: bool, true where a key is seen, or float32, added. A
+            causal one is ``torch.ones(L, S, dtype=torch.bool).tril(S - L)``, if the last key is the
+            last query's.
+        scale: of the scores; default ``1 / sqrt(E)``. Finite, above 0.
+
+    Returns:
+        ``(N, H, L, Ev)``, of query's dtype.
+
+    Raises:
+        TypeError: a dtype other than these.
+        ValueError: shapes that do not fit, or a scale out of range.
+    """
+    for name, operand in (("query", query), ("key", key), ("value", value), ("mask", mask)):
+        if operand is not None or name != "mask":
+            check_type(f"torchq.compressed_attention: {name}", operand, Tensor, "Pass a tensor.")
+    dst: Tensor = torch.ops.torchq.compressed_attention(
+        query, key, value, mask, score_scale(query, scale)
     )
     return dst
 

@@ -174,10 +174,11 @@ def _(src: Tensor, dim: int, dst_dtype: int) -> Tensor:
     return src.new_empty(sizes, dtype=DTYPES[dst_dtype]).movedim(-1, dim)
 
 
-def _attended(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+def _attended(
+    query: Tensor, batch: Sequence[int], columns: int, dtype: torch.dtype | None = None
+) -> Tensor:
     """Return the result, with queries where they are in query's memory."""
-    batch = broadcast(*(src.shape[:-2] for src in (query, key, value)))
-    sizes = [*batch, query.shape[-2], value.shape[-1]]
+    sizes = [*batch, query.shape[-2], columns]
     last = at = len(batch)
     while query.dim() == last + 2 and at > 0 and query.stride(at - 1) < query.stride(last):
         at -= 1
@@ -187,12 +188,24 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype) -> 
 
 @fake("attention")
 def _(query: Tensor, key: Tensor, value: Tensor, dst_dtype: int) -> Tensor:
-    return _attended(query, key, value, DTYPES[dst_dtype])
+    batch = broadcast(*(src.shape[:-2] for src in (query, key, value)))
+    return _attended(query, batch, value.shape[-1], DTYPES[dst_dtype])
 
 
 @fake("dynamic_attention")
 def _(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return _attended(query, key, value, query.dtype)
+    batch = broadcast(*(src.shape[:-2] for src in (query, key, value)))
+    return _attended(query, batch, value.shape[-1])
+
+
+@fake("compress_rows")
+def _(src: Tensor) -> Tensor:
+    return src.new_empty([*src.shape[:-1], src.shape[-1] + 4], dtype=torch.int8)
+
+
+@fake("compressed_attention")
+def _(query: Tensor, value: Tensor) -> Tensor:
+    return _attended(query, query.shape[:-2], value.shape[-1] - 4)
 
 
 def _like_src(src: Tensor, dst_dtype: int) -> Tensor:

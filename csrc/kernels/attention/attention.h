@@ -42,9 +42,6 @@ void quantize_symmetric(const SymmetricRows& s) {
   }
 }
 
-/// Rows of scores are read in whole panels: -inf behind the last one weighs nothing.
-TORCHQ_INLINE int64_t whole_panels(int64_t n) { return (n + kPanel - 1) / kPanel * kPanel; }
-
 /// Scores from n to the end of its panel become -inf, in one store: what reads them next would wait
 /// for several. Of the others, NaN become infinity, which spoils as much.
 template <class Isa>

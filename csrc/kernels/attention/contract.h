@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Contracts of attention: rows quantized, softmax of scores, weighted sums of values.
+// Contracts of attention: rows quantized, softmax of scores, weighted sums of values; attention to
+// compressed keys and values.
 #pragma once
 
 #include "kernels/rows/contract.h"
@@ -53,11 +54,42 @@ struct AttentionMeans {
   int64_t dst_stride;  // values
 };
 
+/// Rows of `size` bytes q, s8, with a float32 behind each: the scale of its real values scale * q.
+struct CompressedRows {
+  const int8_t* data;
+  int64_t stride, size;  // bytes from row to row, values of a row
+};
+
+// clang-format off
+/// Attention of queries to the keys and values of one head, in float32:
+///
+///   dot[j] = the sum of query[i] * q_key[j][i]: 16 lanes, lane l having i = l, l + 16, ..., each by
+///            fma in order of i; then lanes are added as in SoftmaxRow
+///   x[j]   = fma(dot[j], scale_key[j] * scale, mask[j])
+///   w[j]   = softmax(x)[j] * scale_value[j], the softmax as in SoftmaxRow
+///   dst[i] = the sum of w[j] * q_value[j][i], by fma in order of j
+///
+/// A query whose x are all -inf has a softmax of zeros.
+// clang-format on
+struct CompressedAttention {
+  const float* queries;      // [rows][size of keys in whole panels], zeros behind a row
+  const float* const* mask;  // [rows], of `length` values each; or null: 0
+  float* const* dst;         // [rows]
+  int64_t rows, length;      // length > 0
+  float scale;
+  CompressedRows keys, values;
+  // Memory, each row in whole panels:
+  float* scores;  // [rows][length]
+  float* sums;    // [rows][size of values]
+  float* block;   // [16][size of keys or values]
+};
+
 /// Entries of attention/attention.cpp.
 struct AttentionKernels {
   void (*quantize_symmetric)(const SymmetricRows&);
   void (*attention_weights)(const AttentionRows&);
   void (*attention_means)(const AttentionMeans&);
+  void (*compressed_attention)(const CompressedAttention&);
 };
 
 }  // namespace torchq

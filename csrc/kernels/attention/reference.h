@@ -75,4 +75,41 @@ void attention_means(const AttentionMeans& a) {
   }
 }
 
+float scale_of(const CompressedRows& rows, int64_t j) {
+  float scale;
+  memcpy(&scale, rows.data + j * rows.stride + rows.size, sizeof scale);
+  return scale;
+}
+
+float dot_row(const float* query, const CompressedRows& keys, int64_t j) {
+  float lanes[kPanel] = {};
+  for (int64_t i = 0; i < keys.size; ++i) {
+    float& lane = lanes[i % kPanel];
+    lane = fmaf(query[i], keys.data[j * keys.stride + i], lane);
+  }
+  return sum_lanes(lanes);
+}
+
+void compressed_attention(const CompressedAttention& a) {
+  for (int64_t r = 0; r < a.rows; ++r) {
+    const float* query = a.queries + r * whole_panels(a.keys.size);
+    float* x = a.scores;
+    bool sees = false;
+    for (int64_t j = 0; j < a.length; ++j) {
+      const float scale = scale_of(a.keys, j) * a.scale;
+      x[j] = fmaf(dot_row(query, a.keys, j), scale, a.mask != nullptr ? a.mask[r][j] : 0.0f);
+      sees = sees || x[j] != -__builtin_inff();
+    }
+    if (sees) softmax({x, DType::f32, a.length, 1.0f, false, x, {x, DType::f32, 1, 0}});
+    for (int64_t j = 0; j < a.length; ++j) x[j] = (sees ? x[j] : 0.0f) * scale_of(a.values, j);
+    for (int64_t i = 0; i < a.values.size; ++i) {
+      float sum = 0;
+      for (int64_t j = 0; j < a.length; ++j) {
+        sum = fmaf(x[j], a.values.data[j * a.values.stride + i], sum);
+      }
+      store_value(a.dst[r], DType::f32, i, sum, 0);
+    }
+  }
+}
+
 }  // namespace

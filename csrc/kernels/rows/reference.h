@@ -27,6 +27,14 @@ bool row_range(const float* src, int64_t size, float* lo, float* hi) {
   return finite;
 }
 
+/// Lanes j and j + 8 added, then j and j + 4, j + 2, j + 1.
+float sum_lanes(float (&sum)[kPanel]) {
+  for (int half = kPanel / 2; half > 0; half /= 2) {
+    for (int j = 0; j < half; ++j) sum[j] += sum[j + half];
+  }
+  return sum[0];
+}
+
 template <class Value>
 float sum_row(int64_t size, Value value) {
   float sum[kPanel] = {};
@@ -35,10 +43,7 @@ float sum_row(int64_t size, Value value) {
     for (int64_t i = first; i < size && i < first + kSumBlock; ++i) block[i % kPanel] += value(i);
     for (int j = 0; j < kPanel; ++j) sum[j] += block[j];
   }
-  for (int half = kPanel / 2; half > 0; half /= 2) {
-    for (int j = 0; j < half; ++j) sum[j] += sum[j + half];
-  }
-  return sum[0];
+  return sum_lanes(sum);
 }
 
 void softmax(const SoftmaxRow& s) {

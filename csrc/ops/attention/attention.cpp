@@ -18,10 +18,7 @@
 #include "runtime/result_allocator.h"
 
 namespace torchq {
-namespace {
 
-/// Queries outside the heads where they are for q, so that what turned both around for q turns them
-/// back for dst without a copy.
 at::Tensor empty_like_queries(const at::Tensor& q, c10::IntArrayRef sizes, at::ScalarType dtype) {
   const int64_t last = static_cast<int64_t>(sizes.size()) - 2;  // the dimension of queries
   int64_t at = last;
@@ -32,7 +29,6 @@ at::Tensor empty_like_queries(const at::Tensor& q, c10::IntArrayRef sizes, at::S
   return at == last ? dst : dst.movedim(at, last);
 }
 
-/// float32, with unit stride along keys; true of a bool mask becomes 0, false -inf.
 at::Tensor read_mask(const char* op, const at::Tensor& given, c10::IntArrayRef sizes) {
   TORCH_CHECK_TYPE(given.scalar_type() == at::kBool || given.scalar_type() == at::kFloat, "torchq.",
                    op, ": mask must be bool (true: attend) or float32 (added), got ",
@@ -59,6 +55,21 @@ at::Tensor read_mask(const char* op, const at::Tensor& given, c10::IntArrayRef s
   return mask.dim() == 1 ? mask.unsqueeze(0) : mask;
 }
 
+void check_float(const char* op, const char* arg, const at::Tensor& t, const char* remedy) {
+  TORCH_CHECK_TYPE(t.scalar_type() == at::kFloat, "torchq.", op, ": ", arg,
+                   " must be float32, got ", dtype_name(t.scalar_type()),
+                   ". Convert it with .float()", remedy, ".");
+  check_cpu(op, arg, t);
+}
+
+void check_scale(const char* op, double scale) {
+  TORCH_CHECK_VALUE(std::isfinite(scale) && scale > 0, "torchq.", op,
+                    ": scale must be finite and greater than 0, got ", scale,
+                    ". The usual is 1 / sqrt(E).");
+}
+
+namespace {
+
 void check_shapes(const char* op, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                   double scale) {
   TORCH_CHECK_VALUE(q.dim() >= 2 && k.dim() >= 2 && v.dim() >= 2, "torchq.", op,
@@ -74,9 +85,7 @@ void check_shapes(const char* op, const at::Tensor& q, const at::Tensor& k, cons
                     "; longer sums could overflow int32. Use float attention.");
   TORCH_CHECK_VALUE(v.size(-1) <= kMaxChannels, "torchq.", op, ": value must have at most ",
                     kMaxChannels, " columns, got ", v.sizes(), ". Split them.");
-  TORCH_CHECK_VALUE(std::isfinite(scale) && scale > 0, "torchq.", op,
-                    ": scale must be finite and greater than 0, got ", scale,
-                    ". The usual is 1 / sqrt(E).");
+  check_scale(op, scale);
 }
 
 /// Returns the shape that the leading dimensions broadcast to.
@@ -329,15 +338,10 @@ at::Tensor dynamic_attention(const at::Tensor& query, const at::Tensor& key,
                              bool is_causal, double scale) {
   constexpr const char* op = "dynamic_attention";
   OpTrace trace(op);
-  const auto check = [&](const char* arg, const at::Tensor& t) {
-    TORCH_CHECK_TYPE(t.scalar_type() == at::kFloat, "torchq.", op, ": ", arg,
-                     " must be float32, got ", dtype_name(t.scalar_type()),
-                     ". Convert it with .float(), or use attention for quantized operands.");
-    check_cpu(op, arg, t);
-  };
-  check("query", query);
-  check("key", key);
-  check("value", value);
+  constexpr const char* remedy = ", or use attention for quantized operands";
+  check_float(op, "query", query, remedy);
+  check_float(op, "key", key, remedy);
+  check_float(op, "value", value, remedy);
   const Call call(trace, op, query, key, value, mask, is_causal, scale, DType::f32);
   if (is_done(call.dst)) return call.dst;
   if (key.size(-2) == 0) return call.dst.fill_(0);

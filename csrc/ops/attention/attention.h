@@ -79,4 +79,17 @@ void pack_columns(const Kernels& tier, const PanelSource& columns, int64_t n, in
 
 void run_attention(const Attention& attention, const Heads& heads);
 
+/// Queries outside the heads where they are for q, so that what turned both around for q turns them
+/// back for dst without a copy.
+at::Tensor empty_like_queries(const at::Tensor& q, c10::IntArrayRef sizes, at::ScalarType dtype);
+
+/// float32, with unit stride along keys; true of a bool mask becomes 0, false -inf. `sizes` are
+/// those of the scores.
+at::Tensor read_mask(const char* op, const at::Tensor& given, c10::IntArrayRef sizes);
+
+/// Queries, or other sources that ops read as float32.
+void check_float(const char* op, const char* arg, const at::Tensor& t, const char* remedy);
+
+void check_scale(const char* op, double scale);
+
 }  // namespace torchq
