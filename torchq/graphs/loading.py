@@ -93,10 +93,11 @@ def _make_own(module: nn.Module, tensors: dict[str, Tensor], prefix: str) -> lis
     errors, known = list[str](), {**module._parameters, **module._buffers}
     for key, given in tensors.items():
         own = known.get(key.removeprefix(prefix))
-        tensors[key] = given.clone()
         if own is not None and own.shape != given.shape:
             shapes = f"{list(own.shape)}, got {list(given.shape)}"
             errors.append(f"'{key}' of the state must have shape {shapes}")
+        elif own is not None:  # a file may have many more names of a large tensor
+            tensors[key] = given.clone()
     return errors
 
 

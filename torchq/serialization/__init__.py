@@ -40,7 +40,7 @@ from torchq.serialization.call_text import CALL_KEY, describe, restore
 from torchq.serialization.graph_text import GRAPH_KEY, decode, encode
 from torchq.serialization.plain_modules import plain_module
 from torchq.serialization.report_text import REPORT_KEY, read_report, write_report
-from torchq.serialization.states import inside, outer_of, quantized_modules, under
+from torchq.serialization.states import inside, outer_of, quantized_modules, set_apart, under
 from torchq.serialization.tensor_file import is_short, read_tensors, write_tensors
 
 ALIAS_KEY = "torchq_aliases"
@@ -184,6 +184,8 @@ def _loaded(
             f"{missing[:5]} and has {unexpected[:5]} too many. Pass the architecture the file was "
             "saved from."
         )
+    graphs = [m for dispatch in dispatches(loaded) for m in dispatch.graph.modules()]
+    set_apart([*loaded.modules(), *graphs])
     refuse_save_pretrained(loaded)
     if report is not None:
         told = read_report(report)

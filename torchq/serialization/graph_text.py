@@ -129,14 +129,24 @@ def decode(
 
 
 def _check_parts(owned: Mapping[str, object]) -> None:
-    """Refuse names within a module that are no parts of it: they would replace what it has."""
-    for target in owned:
+    """Refuse names within a module that are no parts of it: they would replace what it has.
+
+    Tensors of layers with packed weights are refused, too: who gets one as a result may write to
+    it, and its sums and bounds are checked once.
+    """
+    for target, own in owned.items():
         outer, *rest = target.split(".")
         while rest:
             module = owned.get(outer)
             if isinstance(module, nn.Module) and not is_held(module, ".".join(rest)):
                 raise _wrong_name(target)
+            if isinstance(own, Tensor) and isinstance(module, QModule) and _is_packed(module):
+                raise _wrong_name(target)
             outer, rest = f"{outer}.{rest[0]}", rest[1:]
+
+
+def _is_packed(module: QModule) -> bool:
+    return any(isinstance(m, QModule) and m._packed_weights() for m in module.modules())
 
 
 class _Reader:

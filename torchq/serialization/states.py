@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchq.attributes.json_text import values_in
@@ -123,6 +125,29 @@ def _fill(module: nn.Module, state: State, name: str, text: bytes) -> None:
             continue
         if (own.shape, own.dtype) == (given.shape, given.dtype):
             module._buffers[key] = given
+
+
+def set_apart(modules: Iterable[nn.Module]) -> None:
+    """Copy each tensor of other modules that is of a packed weight, too, once for all its names.
+
+    The code of a model and the caller of a graph may write to what they are given, and the sums and
+    bounds of packed weights were checked once.
+    """
+    parts = list(modules)
+    packed = [w for m in parts if isinstance(m, QModule) for w in m._packed_weights().values()]
+    checked = {own.data_ptr() for weight in packed for own in weight.tensors().values()} - {0}
+    copies: dict[tuple[int, type], Any] = {}
+    for module in (part for part in parts if not isinstance(part, QModule)):
+        tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+        for held in tables:
+            for name, own in held.items():
+                if type(own) not in (Tensor, nn.Parameter) or own.layout is not torch.strided:
+                    continue  # not of a file
+                if (address := own.data_ptr()) in checked:
+                    key = address, type(own)
+                    if key not in copies:
+                        copies[key] = copy.deepcopy(own)
+                    held[name] = copies[key]
 
 
 def build(spec: dict[str, object]) -> QModule:
