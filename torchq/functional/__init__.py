@@ -63,8 +63,14 @@ from torchq.functional.elementwise import binary, eltwise, prelu, shuffle, sum
 from torchq.functional.embeddings import embedding, embedding_bag, quantize_embedding
 from torchq.functional.gemm import gemm_s8s8s32, gemm_u8s8s32
 from torchq.functional.grouped import grouped_linear, grouped_linear_int4
-from torchq.functional.int4 import dynamic_linear_int4, quantize_weight_int4
-from torchq.functional.linears import dynamic_linear, inner_product, linear, requantize_dynamic
+from torchq.functional.int4 import quantize_weight_int4
+from torchq.functional.linears import (
+    dynamic_linear,
+    dynamic_linear_int4,
+    inner_product,
+    linear,
+    requantize_dynamic,
+)
 from torchq.functional.matmuls import matmul
 from torchq.functional.normalization import (
     batch_norm,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers with 4-bit weights in groups, whose source is quantized row by row."""
+"""4-bit weights of linear layers: codes in groups with a scale each, and their packed form."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from torchq.attributes.arguments import FLOATS, as_float32, check_type
-from torchq.attributes.attr import Attr
+from torchq.attributes.arguments import check_type
 from torchq.attributes.options import GroupSize
-from torchq.functional.arguments import from_float, real_arguments
 from torchq.functional.placeholders import placeholder
 from torchq.quantization.int4 import check_group_size, int4_codes, int4_scales
-
-_PACK = "Pack codes and scales with torchq.packing.pack_linear_int4."
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,61 +196,3 @@ def quantize_weight_int4(weight: Tensor, group_size: GroupSize = 32) -> tuple[Te
         )
     scale = int4_scales(weight, group_size)
     return int4_codes(weight, scale, group_size), scale
-
-
-def dynamic_linear_int4(
-    src: Tensor,
-    weight: PackedInt4,
-    bias: Tensor | None = None,
-    attr: Attr | None = None,
-    dst_dtype: torch.dtype | None = None,
-    post_op_srcs: Sequence[Tensor] = (),
-) -> Tensor:
-    """Float in, float out: quantizes each row of ``src`` to int8, multiplies with 4-bit weights.
-
-    With ``src_scale`` the largest magnitude of a row, at least 1e-30, divided by 127,
-    ``q = rne(src / src_scale)``, and the exact sums of each group::
-
-        sum[g] = sum over k in group g of q[row, k] * (code[n, k] - zero_point[n, g])
-        acc = fma(float(sum[g]), scale[n, g], acc) for each g in order, from acc = 0
-        dst = post_ops(acc * src_scale[row] + bias[n])
-
-    Each row depends on nothing but itself, and all tiers and numbers of threads give the same bits.
-
-    Args:
-        src: float32, bfloat16 or float16 ``(*, in_features)``, finite.
-        weight: packed by :func:`torchq.packing.pack_linear_int4`.
-        bias: float32 ``[out_features]``.
-        attr: scale and zero point of an integer dst; post-ops, as of :func:`eltwise`.
-        dst_dtype: torch.uint8, int8, int32 or a float one; None is that of ``src``.
-        post_op_srcs: as in :func:`eltwise`.
-
-    Returns:
-        ``(*, out_features)``.
-
-    Raises:
-        TypeError: a dtype other than these.
-        ValueError: shapes that do not fit, or NaN or inf in ``src``.
-        NotImplementedError: masks other than 0, or ``dw_conv``.
-
-    Example:
-        >>> codes, scale = torchq.functional.quantize_weight_int4(torch.randn(64, 128))
-        >>> weight = torchq.packing.pack_linear_int4(codes, scale)
-        >>> torchq.functional.dynamic_linear_int4(torch.randn(3, 128), weight).shape
-        torch.Size([3, 64])
-    """
-    op, attr = "dynamic_linear_int4", Attr() if attr is None else attr
-    check_type(f"torchq.{op}: src", src, Tensor, "Pass a float32 tensor.")
-    check_type(f"torchq.{op}: weight", weight, PackedInt4, _PACK)
-    own = src.dtype if src.dtype in FLOATS else torch.float32
-    dst_dtype = own if dst_dtype is None else dst_dtype
-    n, k = weight.shape
-    layer = weight.weight, weight.params, bias, k, n, weight.group_size, weight.symmetric
-    given = ["dst"], dst_dtype, post_op_srcs
-    *_, chain, operands = real_arguments(op, attr, *given, lambda: [*src.shape[:-1], n])
-    if dst_dtype == own and attr.mask("dst") is attr.mask("dst", "zero_points") is None:
-        result: Tensor = torch.ops.torchq.dynamic_linear_int4(src, *layer, chain, operands)
-        return result
-    with torch.autocast("cpu", enabled=False):
-        real = torch.ops.torchq.dynamic_linear_int4(as_float32(src), *layer)
-    return from_float(op, real, attr, dst_dtype, post_op_srcs)
