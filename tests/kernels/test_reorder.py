@@ -345,7 +345,7 @@ def test_errors():
     with pytest.raises(TypeError, match="dequantize: src must be uint8, int8 or int32"):
         ops.dequantize(x, one, zero)
     with pytest.raises(NotImplementedError, match="dst_dtype must be 0"):
-        ops.quantize(x, one, zero, 5)
+        ops.quantize(x, one, zero, 7)
     with pytest.raises(ValueError, match="not a finite float32"):
         ops.requantize(q, torch.tensor(3e38), zero, torch.tensor(1e-10), zero, 0)
 

@@ -64,7 +64,7 @@ def grouped_linear(
         >>> weight = torch.ones(3, 2, 4, dtype=torch.int8)
         >>> scale = torch.tensor([[1.0], [2.0], [3.0]])
         >>> offsets = torch.tensor([1, 1, 3], dtype=torch.int32)  # rows 0; none; 1 and 2
-        >>> torchq.functional.grouped_linear(torch.ones(3, 4), offsets, weight, scale)[:, 0]
+        >>> torchq.functional.grouped_linear(torch.ones(3, 4), offsets, weight, scale)[:, 0].round()
         tensor([ 4., 12., 12.])
     """
     _check_weight(weight)

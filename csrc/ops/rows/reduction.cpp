@@ -41,6 +41,11 @@ Alg reduce_alg(c10::string_view name) {
                     "'. Pass one of these.");
 }
 
+/// In long double: the pow of doubles is one of glibc 2.29, which manylinux_2_28 lacks.
+double raised(double x, double p) {
+  return static_cast<double>(std::pow(static_cast<long double>(x), static_cast<long double>(p)));
+}
+
 /// Of sums of |x|^p: eps is added, or the least of them.
 struct Norm {
   double p, eps;
@@ -49,7 +54,7 @@ struct Norm {
     const bool adds = alg == Alg::norm_sum || alg == Alg::power_sum;
     const double power = adds ? sum + eps : sum < eps ? eps : sum;  // NaN stays
     if (alg == Alg::power_max || alg == Alg::power_sum || p == 1) return power;
-    return p == 2 ? std::sqrt(power) : std::pow(power, 1 / p);
+    return p == 2 ? std::sqrt(power) : raised(power, 1 / p);
   }
 };
 
@@ -126,10 +131,10 @@ struct Blocks {
       return in_order(at, from, 1, [](double result, double x) { return result * x; });
     const double p = norm.p;
     const double sum =
-        p == 1   ? in_order(at, from, 0, [](double s, double x) { return s + std::abs(x); })
-        : p == 2 ? in_order(at, from, 0, [](double s, double x) { return s + x * x; })
-                 : in_order(at, from, 0,
-                            [&](double s, double x) { return s + std::pow(std::abs(x), p); });
+        p == 1 ? in_order(at, from, 0, [](double s, double x) { return s + std::abs(x); })
+        : p == 2
+            ? in_order(at, from, 0, [](double s, double x) { return s + x * x; })
+            : in_order(at, from, 0, [&](double s, double x) { return s + raised(std::abs(x), p); });
     return norm.root(alg, sum);
   }
 };
