@@ -15,7 +15,7 @@ __all__ = ["page", "table"]
 
 _HEAD = """# Models
 
-Measured by `python -m benchmarks models --all --threads {threads} --json docs/data/models.json`,
+Measured by `python -m benchmarks models {which} --threads {threads} --json docs/data/models.json`,
 written by `python docs/_extensions/bars.py`, with torch {torch} on the tier
 `{isa}` of one {cpu}. A busy machine is one on which a loop of VPDPBUSD misses 98 % of
 its speed.
@@ -41,10 +41,10 @@ _TOOLS = {"torchq": "torchq", "torch_ao": "torch.ao", "onnxruntime": "ORT", "ope
 _TIMES = ("float", "torchq", "torchq_script", "torch_ao", "torch_ao_jit", "onnxruntime", "openvino")
 _TITLES = ("float", "torchq", "torchq script", "torch.ao", "torch.ao jit", "ORT", "OpenVINO")
 
-
 _CONVERSION = """\
-From the float model and 16 inputs to the int8 model or its file, on one thread, with imports,
-export and calibration. Models that torch.ao makes dynamic, without data, are left out.
+From the float model and 16 inputs to the int8 model or its file, with imports, export and
+calibration. torchq and torch.ao run on one thread, the other tools on all cores, as they do unless
+told otherwise. Models that torch.ao makes dynamic, without data, are left out.
 """
 
 
@@ -52,13 +52,15 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
     """Rows as :meth:`Measured.rows` makes them."""
     threads = sorted({row["threads"] for row in rows})
     once = list({row["model"]: row for row in rows}.values())
+    names = [row["model"] for row in once]
     head = _HEAD.format(
+        which="--all" if len(once) == len(NETWORKS) else f"--model {' '.join(names)}",
         threads=" ".join(map(str, threads)),
         torch=rows[0]["torch"],
         isa=rows[0]["isa"],
         cpu=rows[0]["cpu"],
-        inputs=_inputs(row["model"] for row in once),
-        dynamic=", ".join(row["model"] for row in once if NETWORKS[row["model"]].dynamic),
+        inputs=_inputs(names),
+        dynamic=", ".join(name for name in names if NETWORKS[name].dynamic),
     )
     parts = [head, "## Precision and size\n", _quality(once)]
     parts += ["## Time to quantize, s\n", _CONVERSION, _seconds(once)]
