@@ -55,7 +55,8 @@ def quantized_modules(state: dict[str, Tensor]) -> dict[str, nn.Module]:
     """
     modules: dict[str, nn.Module] = {}
     made: dict[int, nn.Module] = {}  # of a spec: a module that has several names is one
-    empty: dict[bytes, nn.Module] = {}  # by text: many layers have the same
+    # By text, since many layers have the same: a module, and its buffers, which copies share.
+    empty: dict[bytes, tuple[nn.Module, dict[int, Tensor]]] = {}
     # Outer modules first: a quantized module may itself hold one.
     for name in sorted(_with_spec(state), key=lambda name: name.count(".") + bool(name)):
         spec = state[under(name, "spec")]
@@ -70,13 +71,14 @@ def quantized_modules(state: dict[str, Tensor]) -> dict[str, nn.Module]:
             count("bytes of texts", len(text))
             count("values of specs", values_in(text))
             if text in empty:
-                count_modules(OF_A_NAME * sum(len(m._modules) for m in empty[text].modules()))
+                count_modules(OF_A_NAME * sum(len(m._modules) for m in empty[text][0].modules()))
             else:
                 count_modules()
                 with replaced_placeholders():
-                    empty[text] = _without_values(build(read_spec(spec)))
-            own = empty[text]
-            module = made[id(spec)] = copy.deepcopy(own, {id(own): own for own in own.buffers()})
+                    own = _without_values(build(read_spec(spec)))
+                empty[text] = own, {id(buffer): buffer for buffer in own.buffers()}
+            own, shared = empty[text]
+            module = made[id(spec)] = copy.deepcopy(own, dict(shared))
             _fill(module, state, name, text)
         outer = outer_of(name, modules)
         if outer is None:

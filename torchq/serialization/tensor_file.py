@@ -215,7 +215,7 @@ def _check_version(version: str) -> None:
 def _are_sizes(values: object) -> bool:
     if type(values) is not list or len(values) > MOST_DIMS:  # the product of more takes long
         return False
-    return all(type(n) is int and 0 <= n < 2**63 for n in values)
+    return {*map(type, values)} <= {int} and min([0, *values]) == 0 and max([0, *values]) < 2**63
 
 
 _Take = Callable[[int, int], Tensor]
