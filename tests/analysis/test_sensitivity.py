@@ -70,7 +70,12 @@ def images() -> list[Tensor]:
     [
         (Residual, images, torchq.QConfig()),
         (Tagger, lambda: [torch.randint(50, (2, 9)) for _ in range(3)], torchq.QConfig()),
-        (Block, lambda: [torch.randn(2, 9, 16) for _ in range(3)], torchq.QConfig(recipe="best")),
+        pytest.param(
+            Block,
+            lambda: [torch.randn(2, 9, 16) for _ in range(3)],
+            torchq.QConfig(recipe="best"),
+            marks=pytest.mark.slow,
+        ),
         (Untraceable, lambda: [torch.randn(4, 8) for _ in range(3)], torchq.QConfig()),
     ],
     ids=["functions", "recurrent", "recipe", "untraceable"],

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from tests.support.slow import rest_slow
 from torchq.capture.cached import CachedExample
 from torchq.convert.dispatch import Dispatch, dispatches
 
@@ -111,7 +112,7 @@ def state(cache: Any) -> list[object]:
     return [{k: v for k, v in a.items() if k not in ("layers", "keys", "values")} for a in every]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rest_slow(FAMILIES, "llama", "some windows"))
 @torch.no_grad()
 def test_every_kind_of_call_takes_the_graph(family: str) -> None:
     converted, dispatch = quantized(model(family))
@@ -146,7 +147,10 @@ def test_every_kind_of_call_takes_the_graph(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "room"),
-    [("llama", False), ("llama", True), ("windows", True), ("some windows", False)],
+    rest_slow(
+        [("llama", False), ("llama", True), ("windows", True), ("some windows", False)],
+        ("llama", False),
+    ),
 )
 @pytest.mark.parametrize("way", GENERATED)
 def test_generate(way: str, family: str, room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +273,7 @@ def test_an_argument_given_twice() -> None:
     assert cache.get_seq_length() == 5 and dispatch.graph_calls == 0
 
 
-@pytest.mark.parametrize("family", ["a mixture", "some windows"])
+@pytest.mark.parametrize("family", rest_slow(["a mixture", "some windows"], "some windows"))
 def test_a_static_conversion_is_saved_with_its_graph(family: str, tmp_path: Path) -> None:
     float_model = model(family)
     data = [(tokens(2, length),) for length in (6, 10)]

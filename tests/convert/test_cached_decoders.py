@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from tests.support.slow import rest_slow
 from torchq.capture.cached import CachedExample
 from torchq.convert.dispatch import Dispatch, dispatches
 
@@ -126,7 +127,7 @@ def one(
     return run(decoder_input_ids=ids[:, cached:], cache=cache, **given, **more)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rest_slow(FAMILIES, "bart", "whisper"))
 @torch.no_grad()
 def test_every_kind_of_call_takes_the_graph(family: str) -> None:
     converted, dispatch = quantized(family)
@@ -153,7 +154,7 @@ def test_every_kind_of_call_takes_the_graph(family: str) -> None:
 
 
 @pytest.mark.parametrize("way", GENERATED)
-@pytest.mark.parametrize("family", ["whisper", "t5"])
+@pytest.mark.parametrize("family", rest_slow(["whisper", "t5"], "whisper"))
 def test_generate(family: str, way: str) -> None:
     converted, dispatch = quantized(family)
     before = dispatch.graph_calls, dispatch.own_calls

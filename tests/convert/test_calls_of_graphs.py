@@ -15,6 +15,7 @@ from flows import calls, graph_of, near, values, wired
 from torch import Tensor, nn
 
 import torchq
+from tests.support.slow import rest_slow
 from torchq.convert.dispatch import dispatches
 from torchq.serialization import graph_text
 from torchq.serialization.allowed import size
@@ -196,12 +197,7 @@ def batch(name: str, rows: int, length: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(
-            name, marks=() if name in ("BertModel", "GPT2LMHeadModel") else pytest.mark.slow
-        )
-        for name in FAMILIES
-    ],
+    rest_slow(FAMILIES, "BertModel", "GPT2LMHeadModel"),
 )
 def test_models_of_transformers_with_masks(name: str) -> None:
     """Exceptions of the float model, which asks its configuration, say, do not count."""

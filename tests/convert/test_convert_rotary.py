@@ -13,6 +13,7 @@ from onnx_runtime import session
 from torch import Tensor, nn
 
 import torchq
+from tests.support.slow import rest_slow
 from torchq.convert.dispatch import dispatches
 from torchq.planning import passes
 from torchq.planning.rotary import join_rotaries
@@ -214,7 +215,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("family", rest_slow(DECODERS, "llama"))
 def test_decoders(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tf = pytest.importorskip("transformers", minversion="5.24")
     name, sizes = DECODERS[family]

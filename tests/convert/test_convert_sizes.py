@@ -194,6 +194,7 @@ class Windows(nn.Module):
         return images
 
 
+@pytest.mark.slow
 def test_sizes_of_long_expressions_are_fixed() -> None:
     torch.manual_seed(0)
     model, data = Windows().eval(), [torch.randn(2, 3, 21, 30) for _ in range(4)]

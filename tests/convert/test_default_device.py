@@ -17,6 +17,7 @@ from torch.utils._device import _device_constructors
 
 import torchq
 import torchq.functional as TF
+from tests.support.slow import rest_slow
 from torchq import FakeQuantize
 
 U8 = torch.uint8
@@ -116,7 +117,7 @@ CONFIGS = {
 @pytest.mark.filterwarnings("ignore:torchq.convert. nothing runs")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", rest_slow(CONFIGS, "best"))
 def test_default_dtypes_change_no_bit(
     config: str, kind: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -133,7 +134,7 @@ def test_default_dtypes_change_no_bit(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("learn", [False, True])
+@pytest.mark.parametrize("learn", rest_slow([False, True], True))
 def test_default_dtypes_and_training(learn: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = Net()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import torchq
 import torchq.functional as TF
+from tests.support.slow import rest_slow
 
 BF16, F16 = torch.bfloat16, torch.float16
 each_half = pytest.mark.parametrize("half", [BF16, F16], ids=["bf16", "f16"])
@@ -89,7 +90,7 @@ def inputs(data: list[Any], dtype: torch.dtype) -> list[Any]:
 
 
 @each_half
-@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("flow", rest_slow(FLOWS, "quantize", "dynamic"))
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name: str, flow: str, half: torch.dtype) -> None:
     """They keep their class, their result's dtype and its values, as their float32 twins do."""
@@ -149,7 +150,7 @@ def test_dynamic_convolutions(half: torch.dtype) -> None:
 
 
 @each_half
-@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("flow", rest_slow(FLOWS, "quantize", "dynamic"))
 def test_every_way_to_keep_and_run(flow: str, half: torch.dtype, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(24, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 10))
     model = model.eval().to(half)
@@ -188,7 +189,7 @@ class Mixed(nn.Module):
         return self.head(self.norm(y.float()))
 
 
-@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("flow", rest_slow(FLOWS, "quantize", "dynamic"))
 def test_mixed_dtypes(flow: str) -> None:
     model = Mixed().eval()
     data = [torch.randn(4, 16) for _ in range(3)]
@@ -199,7 +200,7 @@ def test_mixed_dtypes(flow: str) -> None:
 
 
 @each_half
-@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("flow", rest_slow(FLOWS, "quantize", "dynamic"))
 def test_autocast(flow: str, half: torch.dtype) -> None:
     """Autocast has the same effect on quantized layers as on float ones, for either dtype."""
     model = nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 32), nn.LayerNorm(32),
@@ -238,7 +239,7 @@ class Residual(nn.Module):
 
 
 @each_half
-@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("flow", rest_slow(FLOWS, "quantize", "dynamic"))
 def test_autocast_of_a_residual(flow: str, half: torch.dtype) -> None:
     """The sum with float32 is float32, also where the addition is a part of the layer."""
     model, x = Residual().eval(), torch.randn(6, 24)

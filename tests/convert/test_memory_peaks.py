@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from tests.support.slow import rest_slow
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,7 +37,7 @@ def memory(option: str, name: str, file: Path) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("name", ["torchq dynamic", "torchq static"])
+@pytest.mark.parametrize("name", rest_slow(["torchq dynamic", "torchq static"], "torchq dynamic"))
 def test_peak_of_quantizing(name: str, tmp_path: Path) -> None:
     """The float model is 1, its int8 weights are a quarter."""
     found = memory("--one", name, tmp_path / "model")

@@ -24,6 +24,7 @@ from repository_models import Options, Output
 from torch import Tensor, nn
 
 import torchq
+from tests.support.slow import rest_slow
 from torchq.models.attached import graphs_of
 
 # Parts that have graphs, where torch.export does not capture the whole.
@@ -70,7 +71,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in DEPLOYED else pytest.mark.slow) for name in MODELS],
+    rest_slow(MODELS, *DEPLOYED),
 )
 def test_converts(name: str, converted: Any) -> None:
     """Its convolutions and linears are int8, and it computes what the model does."""

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 import torchq
 import torchq.nn as tnn
 from benchmarks.models import NETWORKS
+from tests.support.slow import rest_slow
 from torchq import PostOps, QParams
 from torchq.graphs.module import QuantizedGraph
 
@@ -259,13 +260,7 @@ def test_models_with_other_sizes(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "mobilenet_v3",
-        *(
-            pytest.param(n, marks=pytest.mark.slow)
-            for n in ("shufflenet_v2", "convnext_t", "vit_b_16")
-        ),
-    ],
+    rest_slow(["mobilenet_v3", "shufflenet_v2", "convnext_t", "vit_b_16"], "mobilenet_v3"),
 )
 def test_networks(name: str, tmp_path: Path) -> None:
     network = NETWORKS[name]

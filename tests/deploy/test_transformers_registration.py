@@ -11,6 +11,7 @@ import torch
 from fresh import python
 
 import torchq
+from tests.support.slow import rest_slow
 
 transformers = pytest.importorskip("transformers", minversion="5.24")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -50,12 +51,15 @@ def loaded_by(imports: str, folder: Path) -> Any:
 
 @pytest.mark.parametrize(
     "imports",
-    [
-        "transformers, torchq",
-        "transformers.modeling_utils, torchq",
+    rest_slow(
+        [
+            "transformers, torchq",
+            "transformers.modeling_utils, torchq",
+            "torchq, transformers",
+            "torchq, transformers.quantizers.auto, transformers",
+        ],
         "torchq, transformers",
-        "torchq, transformers.quantizers.auto, transformers",
-    ],
+    ),
 )
 def test_torchq_registers_itself_in_either_order(imports: str, folder: Path) -> None:
     result = loaded_by(imports, folder)

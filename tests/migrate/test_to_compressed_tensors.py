@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import torchq
+from tests.support.slow import rest_slow
 from torchq.nn.leaf import QuantizedLeaf
 
 transformers = pytest.importorskip("transformers", minversion="5.24")
@@ -61,7 +62,7 @@ def same_layers(a: nn.Module, b: nn.Module, count: int) -> bool:
     )
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", rest_slow([False, True], False))
 @pytest.mark.parametrize(
     ("config", "scheme", "form"),
     [
@@ -131,7 +132,7 @@ def test_a_model_of_torchq_config(tmp_path: Path) -> None:
         ),
     ],
 )
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", rest_slow([False, True], False))
 def test_layers_without_a_form(
     config: torchq.QConfig, told: str, tied: bool, tmp_path: Path
 ) -> None:
@@ -158,6 +159,7 @@ def test_one_group_beside_int8(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_names_that_transformers_changes(tmp_path: Path) -> None:
     """Layers that stay float are ignored by the names of the model and by those of the files."""
     text = llama().config
@@ -180,6 +182,7 @@ def test_names_that_transformers_changes(tmp_path: Path) -> None:
     assert same_layers(qmodel, again, 15)
 
 
+@pytest.mark.slow
 def test_mixtures(tmp_path: Path) -> None:
     config = transformers.MixtralConfig(
         vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
@@ -192,6 +195,7 @@ def test_mixtures(tmp_path: Path) -> None:
             torchq.to_compressed_tensors(qmodel, tmp_path)
 
 
+@pytest.mark.slow
 def test_paths(tmp_path: Path) -> None:
     qmodel = torchq.quantize(llama(), None, {"input_ids": IDS}, DYNAMIC)
     (tmp_path / "file").touch()

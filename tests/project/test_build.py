@@ -261,6 +261,7 @@ def test_kernels_are_compiled_again_where_their_command_changes(compiles: Compil
 
 
 @needs_source
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", ["MAX_JOBS", "affinity"])
 def test_one_compiler_at_a_time(compiles: Compiles, limit: str):
     if limit == "MAX_JOBS":

@@ -15,6 +15,7 @@ import torchq
 from benchmarks.inference import markdown, measure, quality
 from benchmarks.inference.runtimes import Runtime
 from benchmarks.models import NETWORKS
+from tests.support.slow import rest_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -50,7 +51,7 @@ def test_full_networks_have_the_published_size(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in NETWORKS],
+    rest_slow(NETWORKS, *QUICK),
     indirect=True,
 )
 def test_narrow_networks_convert(name: str) -> None:
@@ -130,6 +131,7 @@ def test_a_runtime_that_cannot_start_says_why(tmp_path: Path) -> None:
         Runtime("onnxruntime", tmp_path / "absent.onnx", torch.zeros(1, 3), 1)
 
 
+@pytest.mark.slow
 def test_a_contender_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> None:
         raise RuntimeError("first line\nsecond line")
@@ -152,6 +154,7 @@ def test_a_trace_with_other_bits_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
         measure.measure("squeezenet", [], [1], plan, small=True)
 
 
+@pytest.mark.slow
 def test_other_ways_to_run_it() -> None:
     plan = measure.Plan(block_seconds=1e-4, rounds=1, blocks=1, pause_seconds=0)
     found = measure.measure("squeezenet", [], [1], plan, small=True, ways=measure.WAYS)

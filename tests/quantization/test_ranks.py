@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import torchq
+from tests.support.slow import rest_slow
 from torchq.quantization.observers import (
     HistogramObserver,
     MinMaxObserver,
@@ -178,7 +179,7 @@ def expected(models: dict[str, nn.Module]) -> dict[str, dict[str, bytes]]:
     }
 
 
-@pytest.mark.parametrize("count", [1, 2, 4, 7])
+@pytest.mark.parametrize("count", rest_slow([1, 2, 4, 7], 1, 2))
 def test_any_number_of_ranks_gives_the_same_bytes(
     count: int, models: Any, expected: Any, tmp_path: Path
 ) -> None:
@@ -268,7 +269,7 @@ def test_observers_that_cannot_merge_are_refused(tmp_path: Path) -> None:
             assert text.startswith(start)
 
 
-@pytest.mark.parametrize("dies", [False, True], ids=["hangs", "dies"])
+@pytest.mark.parametrize("dies", rest_slow([False, True], True), ids=["hangs", "dies"])
 def test_ranks_do_not_wait_forever(dies: bool, models: Any, tmp_path: Path) -> None:
     def stuck() -> Any:
         yield batches()[0]
