@@ -232,13 +232,19 @@ def test_weight_dtype_and_shape() -> None:
     refuse(ValueError, conv(weight=KERNEL[0]), *parts[:1], "got [8, 3, 3]")
 
 
-@pytest.mark.parametrize("dtype", (torch.int64, torch.float64, torch.bool, U8), ids=str)
+@pytest.mark.parametrize("dtype", (torch.int64, torch.float64, torch.bool), ids=str)
 def test_bias_dtype(dtype: torch.dtype) -> None:
     parts = (
-        "torchq.linear: bias must be float32, bfloat16 or float16 (real units) or int32",
-        f"got {dtype}. Convert",
+        "torchq.linear: bias must be float32, bfloat16, float16, int8 or uint8 (real units)",
+        f"or int32 (accumulator units), got {dtype}. Convert",
     )
     refuse(TypeError, lin(bias=F32_BIAS.to(dtype)), *parts)
+
+
+@pytest.mark.parametrize("dtype", (torch.int8, U8), ids=str)
+def test_biases_of_8_bits_are_in_real_units(dtype: torch.dtype) -> None:
+    bias = torch.arange(4, dtype=dtype) * 30
+    assert torch.equal(lin(SCALED, bias=bias)(), lin(SCALED, bias=bias.float())())
 
 
 def test_bias_shape_and_size() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
 from typing import Any
@@ -135,6 +136,34 @@ def test_post_ops(isa: str, chain: str):
         )
         attr = attributes(args, (2, 2), {"src": 9}, text)
         assert_same(TF.matmul(src, weight, args["bias"], attr, dst, srcs), expected, dst)
+
+
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3)], ids=str)
+@pytest.mark.parametrize("places", itertools.product((False, True), repeat=3), ids=str)
+def test_biases_of_other_shapes(isa: str, batch: tuple[int, ...], places: Any):
+    """Added to the scaled sum, in front of post-ops; with values of 8 bits the same."""
+    src, weight = operands((4, 6, 18), batch=(batch, ()))
+    all_batches, rows, columns = places
+    outer = [n if all_batches else 1 for n in batch]
+    shape = [*outer, 4 if rows else 1, 18 if columns else 1]
+    small = torch.randint(-100, 100, shape, dtype=S8)
+    relu, per_row = PostOps().append_eltwise("relu"), 1 << len(batch)
+    plain = Attr().set_scales("src", 0, 0.02).set_scales("weights", 0, 0.03)
+    by_row = Attr().set_scales("src", per_row, torch.rand(4)).set_scales("weights", 0, 0.03)
+    for attr in (plain, by_row):
+        scaled = TF.matmul(src, weight, attr=attr)
+        expected = TF.matmul(src, weight, small.float(), attr)
+        assert_same(TF.matmul(src, weight, small, attr), expected)
+        got = TF.matmul(src, weight, small, copy.deepcopy(attr).set_post_ops(relu))
+        if any(n > 1 for n in shape[:-1]):
+            assert_same(got, (scaled + small).relu())
+        else:
+            per_column = small.float().reshape(-1).expand(18)
+            assert_same(got, TF.matmul(src, weight, per_column, attr).relu())
+    quantized = copy.deepcopy(plain).set_scales("dst", 0, 0.7).set_zero_points("dst", 0, 101)
+    expected = TF.quantize(TF.matmul(src, weight, small, plain), 0.7, 101)
+    got = TF.matmul(src, weight, small, quantized, U8)
+    assert int((got.int() - expected.int()).abs().max()) <= 1  # rounded once, not twice
 
 
 def test_layouts(isa: str):
@@ -356,7 +385,7 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: TF.matmul(A.float(), B, torch.ones(5, dtype=S32)),
         TypeError,
-        "bias must be float32, bfloat16 or float16 with a float src, got torch.int32",
+        "bias must be float32, bfloat16, float16, int8 or uint8 with a float src, got torch.int32",
     ),
     (
         lambda: TF.matmul(A.float(), B, attr=Attr().set_scales("src", 0, 0.5)),
@@ -369,9 +398,26 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
         "a float32 destination must have scale 1, got 0.5",
     ),
     (
-        lambda: TF.matmul(A.float(), B, torch.ones(4, 1)),
+        lambda: TF.matmul(A.float(), B, torch.ones(4)),
         ValueError,
-        "bias must have shape [5], one value per output channel, got [4, 1]",
+        "bias must have shape [5], one value per output channel, or dst's with 1 in any places, "
+        "got [4]",
+    ),
+    (
+        lambda: TF.matmul(A, B, torch.ones(4, 2)),
+        ValueError,
+        "bias must have shape [5], or dst's, [4, 5], with 1 in any places and a float dtype, got "
+        "torch.float32 [4, 2]",
+    ),
+    (
+        lambda: TF.matmul(A, B, torch.ones(4, 1, dtype=S32)),
+        ValueError,
+        "got torch.int32 [4, 1]",
+    ),
+    (
+        lambda: TF.matmul(A, B, torch.ones(4, 1), Attr().set_output_scales(0, 0.5)),
+        NotImplementedError,
+        "a bias of rows must come without output scales",
     ),
     (
         lambda: TF.matmul(A, B, attr=Attr().set_scales("src1", 0, 1.0)),

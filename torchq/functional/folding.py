@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchq.attributes.arguments import as_float32, check_type, computed_dtype, to_int
+from torchq.attributes.arguments import HALVES, check_type, computed_dtype, to_int
 from torchq.attributes.attr import Attr, check_attr_type
 from torchq.attributes.post_op import CHANNEL_MASKS, Eltwise, Sum
 from torchq.attributes.post_ops import PostOps, foldable, post_ops_of
@@ -88,14 +88,14 @@ def fold(
     post-ops gets the exact accumulators.
 
     Raises:
-        TypeError: the bias is neither float32, bfloat16, float16 nor int32.
+        TypeError: the bias is neither float32, bfloat16, float16, int8, uint8 nor int32.
         ValueError: ``attr`` sets something for another argument, values are missing or their
             number is not the product of the selected dims, or an int32 bias could overflow.
         NotImplementedError: a mask or post-op that has no kernel; names the nearest that has.
     """
     dst_dtype = computed_dtype(dst_dtype)
     code = dtype_code(dst_dtype, op)
-    bias = as_float32(bias) if isinstance(bias, Tensor) else bias
+    bias = real_bias(bias) if isinstance(bias, Tensor) else bias
     _check(op, attr, weight, dst_dtype)
     weight_zero_point = _weight_zero_point(op, attr, weight)
     _check_bias(op, bias, weight, _range(weight_zero_point))
@@ -134,6 +134,11 @@ def fold(
         )
     multiplier, offset, params = folded
     return Folded(multiplier, offset, acc_bias, src_zero_point, params, text, weight_zero_point)
+
+
+def real_bias(bias: Tensor) -> Tensor:
+    """Return a bias in real units as float32, which is exact; int32 and others as they are."""
+    return bias.float() if bias.dtype in (*HALVES, torch.int8, torch.uint8) else bias
 
 
 def check_int32_bias(op: str, bias: Tensor, reduction: int, weight_range: int = 128) -> None:
@@ -238,8 +243,8 @@ def _check_bias(op: str, bias: Tensor | None, weight: PackedWeight, weight_range
     check_type(f"torchq.{op}: bias", bias, Tensor, "Pass a float32 or int32 tensor, or None.")
     if bias.dtype not in (torch.float32, torch.int32):
         raise TypeError(
-            f"torchq.{op}: bias must be float32, bfloat16 or float16 (real units) or int32 "
-            f"(accumulator units), got {bias.dtype}. Convert it with .float()."
+            f"torchq.{op}: bias must be float32, bfloat16, float16, int8 or uint8 (real units) or "
+            f"int32 (accumulator units), got {bias.dtype}. Convert it with .float()."
         )
     if tuple(bias.shape) != (weight.channels,):
         raise ValueError(

@@ -22,7 +22,7 @@ from torchq.attributes.attr import Attr, check_attr_type
 from torchq.attributes.post_op import Binary, PostOp, PReLU, Sum, is_full, selects
 from torchq.attributes.post_ops import PostOps, post_ops_of
 from torchq.functional.arguments import check_8bit, check_source, from_float, post_op_sources
-from torchq.functional.folding import Folded, check_attr, check_int32_bias, fold
+from torchq.functional.folding import Folded, check_attr, check_int32_bias, fold, real_bias
 from torchq.functional.packing import PackedWeight
 from torchq.runtime.library import dtype_code
 
@@ -60,7 +60,9 @@ def matmul(
         src: uint8 or int8 ``(..., M, K)``; columns that are not adjacent are copied.
         weight: uint8 or int8 ``(..., K, N)``, contiguous or transposed (``x.mT`` costs nothing).
             Batch dimensions broadcast.
-        bias: ``[N]``; float32 in real units or int32 in accumulator units.
+        bias: ``[N]``; float32, or int8 and uint8 converted to it, in real units, or int32 in
+            accumulator units. One in real units may have dst's shape with 1 in any places: (M, 1)
+            is a value per row. It is added as by a post-op in front of all others.
         attr: masks index the dims of each argument; K, M and N name the bits of its last two.
             Scales of ``src``: any mask; with K, groups ``(1, k)`` are of k columns. Zero points of
             ``src``: 0, or K with groups. Scales and zero points of ``weights``: 0, K, N or both, in
@@ -86,6 +88,7 @@ def matmul(
     attr = Attr() if attr is None else attr
     check_attr_type("matmul", attr)
     _check_operands(src, weight, bias)
+    bias = None if bias is None else real_bias(bias.detach())
     if src.dtype in FLOATS:
         return _weight_only(src, weight, bias, attr, dst_dtype, post_op_srcs)
     if src.is_floating_point():
@@ -99,8 +102,9 @@ def matmul(
     groups = _groups(attr, src, weight)
     _check_bias(attr, weight, bias)
     dims = _dst_dims(src, weight)
-    chain = _by_rows_and_columns(attr.post_ops, dims)
-    srcs = _expanded(attr.post_ops, chain, dims, post_op_srcs)
+    bias, post_ops = _with_bias(attr, bias, dims)
+    chain = _by_rows_and_columns(post_ops, dims)
+    srcs = _expanded(post_ops, chain, dims, post_op_srcs)
     _check_dst_zero_points(attr, src, groups, dst_dtype)
     rows = _row_scales(attr, src, groups, dims)
     if rows is not None:
@@ -234,6 +238,28 @@ def _check_masks(attr: Attr, src: Tensor, weight: Tensor) -> None:
     attr.check("weights", weight.shape)
 
 
+def _with_bias(attr: Attr, bias: Tensor | None, dims: list[int]) -> tuple[Tensor | None, PostOps]:
+    """Return a bias per column, and the chain, in front of which one of another shape is added."""
+    if bias is None or bias.dim() != len(dims):
+        return bias, attr.post_ops
+    fits = all(size in (1, n) for size, n in zip(bias.shape, dims, strict=True))
+    if bias.dtype != torch.float32 or not fits:
+        raise ValueError(
+            f"torchq.matmul: bias must have shape [{dims[-1]}], or dst's, {dims}, with 1 in any "
+            f"places and a float dtype, got {bias.dtype} {list(bias.shape)}. Reshape it."
+        )
+    if all(n == 1 for n in bias.shape[:-1]):
+        return bias.reshape(-1).expand(dims[-1]), attr.post_ops
+    if attr.mask("dst", "output_scales") is not None:
+        raise NotImplementedError(
+            f"torchq.matmul: a bias of rows must come without output scales, got {attr}. The "
+            "nearest supported are scales of src, weights and dst."
+        )
+    mask = sum(1 << dim for dim, n in enumerate(bias.shape) if n > 1)
+    first = PostOps().append_binary("add", bias.reshape(-1), mask)
+    return None, post_ops_of([*first, *attr.post_ops])
+
+
 def _check_bias(attr: Attr, weight: Tensor, bias: Tensor | None) -> None:
     if bias is not None and bias.dtype == torch.int32:
         plain = attr.values("weights", "zero_points") is None and weight.dtype == torch.int8
@@ -314,8 +340,8 @@ def _by_rows(
     first = PostOps()
     if len(rows) == 1:
         first = first.append_binary("mul", rows.reshape(-1), 1)
-    if bias is not None and bias.dtype in FLOATS and bias.shape == (dims[-1],):
-        first, bias = first.append_binary("add", as_float32(bias.detach()), 2), None
+    if bias is not None and bias.dtype == torch.float32 and bias.shape == (dims[-1],):
+        first, bias = first.append_binary("add", bias, 2), None
     return post_ops_of([*first, *chain]), bias
 
 
@@ -398,15 +424,16 @@ def _weight_only(
             "torch.no_grad() or torch.inference_mode(), or pass src.detach()."
         )
     n = weight.shape[-1]
-    if bias is not None and bias.dtype not in FLOATS:
+    if bias is not None and bias.dtype != torch.float32:
         raise TypeError(
-            "torchq.matmul: bias must be float32, bfloat16 or float16 with a float src, got "
-            f"{bias.dtype}: there are no accumulators. Convert it with .float()."
+            "torchq.matmul: bias must be float32, bfloat16, float16, int8 or uint8 with a float "
+            f"src, got {bias.dtype}: there are no accumulators. Convert it with .float()."
         )
+    bias, post_ops = _with_bias(attr, bias, _dst_dims(src, weight))
     if bias is not None and tuple(bias.shape) != (n,):
         raise ValueError(
-            f"torchq.matmul: bias must have shape [{n}], one value per output channel, got "
-            f"{list(bias.shape)}. Add others to the result."
+            f"torchq.matmul: bias must have shape [{n}], one value per output channel, or dst's "
+            f"with 1 in any places, got {list(bias.shape)}. Reshape it."
         )
     scale = attr.resolve("weights", weight.shape)
     zero_point = attr.resolve("weights", weight.shape, "zero_points")
@@ -414,5 +441,5 @@ def _weight_only(
     with torch.autocast("cpu", enabled=False):
         dst = torch.matmul(as_float32(src), real)
         dst = dst if bias is None else dst + bias
-        of_dst = _with_destination(attr, Attr()).set_post_ops(attr.post_ops)
+        of_dst = _with_destination(attr, Attr()).set_post_ops(post_ops)
         return from_float("matmul", dst, of_dst, dst_dtype, post_op_srcs)
