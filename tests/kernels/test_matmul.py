@@ -166,6 +166,56 @@ def test_biases_of_other_shapes(isa: str, batch: tuple[int, ...], places: Any):
     assert int((got.int() - expected.int()).abs().max()) <= 1  # rounded once, not twice
 
 
+@pytest.mark.parametrize("dst", [F32, S32, U8], ids=str)
+@pytest.mark.parametrize("src_dtype", [U8, S8], ids=str)
+@pytest.mark.parametrize("batch", [(), (2,)], ids=str)
+def test_zero_points_of_rows(
+    isa: str, batch: tuple[int, ...], src_dtype: torch.dtype, dst: torch.dtype
+):
+    """Exact sums of the whole range: the least value less the largest zero point, and so on."""
+    src, weight = operands((5, 64, 18), src_dtype, batch=(batch, ()))
+    low, high = torch.iinfo(src_dtype).min, torch.iinfo(src_dtype).max
+    src[..., 0, :], src[..., 1, :] = low, high
+    shifts = torch.tensor([high, low, 0, 1, high - 1], dtype=S32).expand(*batch, 5)
+    rows = (2 << len(batch)) - 1
+    for zero in (0, -20):
+        attr = Attr().set_zero_points("src", rows, shifts.reshape(-1))
+        attr.set_zero_points("weights", 0, zero)
+        exact = (src.double() - shifts[..., None]) @ (weight.double() - zero)
+        assert_same(TF.matmul(src, weight, attr=attr, dst_dtype=S32), exact.to(S32))
+        scales, by_row, bias = 0.01 * torch.rand(18), torch.rand(*batch, 5), torch.randn(18)
+        attr.set_scales("weights", 2, scales).set_scales("src", rows, by_row.reshape(-1))
+        real = exact.float() * scales * by_row[..., None] + bias
+        chain = PostOps().append_binary("mul", by_row.reshape(-1), rows).append_eltwise("relu")
+        expected = (real * by_row[..., None]).relu()
+        attr.set_post_ops(chain)
+        if dst != F32:
+            attr.set_scales("dst", 0, 0.37).set_zero_points("dst", 0, 7)
+            expected = (expected / 0.37).round() + 7
+            expected = expected.clamp(torch.iinfo(dst).min, torch.iinfo(dst).max).to(dst)
+        got = TF.matmul(src, weight, bias, attr, dst)
+        if dst == F32:
+            assert_same(got, expected)
+        else:
+            assert int((got.int() - expected.int()).abs().max()) <= 1
+
+
+@pytest.mark.parametrize("batch", [(), (2,)], ids=str)
+def test_scales_of_rows_of_dst(isa: str, batch: tuple[int, ...]):
+    """The same as a division in the end."""
+    src, weight = operands((5, 64, 18), batch=(batch, ()))
+    rows, bias = (2 << len(batch)) - 1, torch.randn(18)
+    scales = 0.5 + torch.rand((*batch, 5))
+    relu = PostOps().append_eltwise("relu")
+    for dst in (U8, S8, S32):
+        attr = Attr().set_scales("src", 0, 0.02).set_scales("weights", 0, 0.03).set_post_ops(relu)
+        real = TF.matmul(src, weight, bias, attr)
+        expected = (real / scales[..., None]).round() + 7
+        expected = expected.clamp(torch.iinfo(dst).min, torch.iinfo(dst).max).to(dst)
+        attr.set_scales("dst", rows, scales.reshape(-1)).set_zero_points("dst", 0, 7)
+        assert_same(TF.matmul(src, weight, bias, attr, dst), expected)
+
+
 def test_layouts(isa: str):
     """Transposed, sliced, expanded and scattered operands."""
     for m, k, n in SIZES:
@@ -373,9 +423,29 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
         "scales of src must be 4 values",
     ),
     (
-        lambda: TF.matmul(A, B, attr=Attr().set_zero_points("src", 1, torch.ones(4, dtype=S32))),
+        lambda: TF.matmul(A, B, attr=Attr().set_zero_points("src", 3, torch.ones(12, dtype=S32))),
         NotImplementedError,
-        "zero_points of src must have mask 0 or 2, got 1",
+        "zero_points of src must have mask 0 or 2 or 1, got 3",
+    ),
+    (
+        lambda: TF.matmul(A, B, attr=Attr().set_zero_points("src", 1, [0, 1, 255, 256])),
+        ValueError,
+        "zero points of src must lie in [0, 255] for torch.uint8, got 0 to 256",
+    ),
+    (
+        lambda: TF.matmul(
+            A,
+            B,
+            attr=Attr().set_zero_points("src", 1, [1] * 4).set_scales("dst", 2, [0.5] * 5),
+            dst_dtype=U8,
+        ),
+        NotImplementedError,
+        "zero points of src per row must come without groups of k",
+    ),
+    (
+        lambda: TF.matmul(A, B, None, Attr().set_scales("dst", 1, [0.5] * 3), U8),
+        ValueError,
+        "scales of dst must be 4 values",
     ),
     (
         lambda: raw(A, B, src=torch.full((8,), 256, dtype=S32)),
@@ -400,14 +470,13 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: TF.matmul(A.float(), B, torch.ones(4)),
         ValueError,
-        "bias must have shape [5], one value per output channel, or dst's with 1 in any places, "
-        "got [4]",
+        "bias must have shape [5], or, in real units, that of dst, [4, 5], with 1 in any places, "
+        "got torch.float32 [4]",
     ),
     (
         lambda: TF.matmul(A, B, torch.ones(4, 2)),
         ValueError,
-        "bias must have shape [5], or dst's, [4, 5], with 1 in any places and a float dtype, got "
-        "torch.float32 [4, 2]",
+        "got torch.float32 [4, 2]",
     ),
     (
         lambda: TF.matmul(A, B, torch.ones(4, 1, dtype=S32)),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -47,6 +48,12 @@ def matmul(
 
         x = fma(float(acc), weight_scale, 0) [+ t];  x = x * src_scale[row];  x = x + bias
 
+    Zero points of ``src`` per row are subtracted from the exact sums::
+
+        x = float(acc - z_src[row] * (sum of weight - z_w)) * weight_scale * src_scale + bias
+
+    Scales of ``dst`` per row divide behind all post-ops.
+
     With scales of ``src`` per row and per group of k at once, each group has its own::
 
         t = t + fma(float(acc_g), weight_scale[g], 0) * src_scale[row, g];  x = t + bias
@@ -65,8 +72,9 @@ def matmul(
             is a value per row. It is added as by a post-op in front of all others.
         attr: masks index the dims of each argument; K, M and N name the bits of its last two.
             Scales of ``src``: any mask; with K, groups ``(1, k)`` are of k columns. Zero points of
-            ``src``: 0, or K with groups. Scales and zero points of ``weights``: 0, K, N or both, in
-            groups. Scales and zero points of ``dst``, and output scales: 0 or N. Post-ops' masks
+            ``src``: 0, K with groups, or any without K. Scales and zero points of ``weights``: 0,
+            K, N or both, in groups. Scales of ``dst``: 0, N or any without N; its zero points, and
+            output scales: 0 or N. Post-ops' masks
             are any of dst's dims: of (B, M, N), mask 4 is per column, 2 per row of each matrix, 3
             per row of all.
         dst_dtype: torch.uint8, int8, int32 or float32. Without scales, and zero points per group,
@@ -88,7 +96,9 @@ def matmul(
     attr = Attr() if attr is None else attr
     check_attr_type("matmul", attr)
     _check_operands(src, weight, bias)
-    bias = None if bias is None else real_bias(bias.detach())
+    dims = _dst_dims(src, weight)
+    bias, attr = _with_bias(attr, bias, dims)
+    attr = _with_row_scales_of_dst(attr, dims, dst_dtype)
     if src.dtype in FLOATS:
         return _weight_only(src, weight, bias, attr, dst_dtype, post_op_srcs)
     if src.is_floating_point():
@@ -101,10 +111,10 @@ def matmul(
     _check_masks(attr, src, weight)
     groups = _groups(attr, src, weight)
     _check_bias(attr, weight, bias)
-    dims = _dst_dims(src, weight)
-    bias, post_ops = _with_bias(attr, bias, dims)
-    chain = _by_rows_and_columns(post_ops, dims)
-    srcs = _expanded(post_ops, chain, dims, post_op_srcs)
+    if _by_row(attr, src, "zero_points"):
+        return _shifted_by_row(src, weight, bias, attr, dst_dtype, post_op_srcs)
+    chain = _by_rows_and_columns(attr.post_ops, dims)
+    srcs = _expanded(attr.post_ops, chain, dims, post_op_srcs)
     _check_dst_zero_points(attr, src, groups, dst_dtype)
     rows = _row_scales(attr, src, groups, dims)
     if rows is not None:
@@ -228,7 +238,7 @@ def _check_masks(attr: Attr, src: Tensor, weight: Tensor) -> None:
             ("scales", "src"): None,
             ("scales", "weights"): weights,
             ("scales", "dst"): (0, n),
-            ("zero_points", "src"): (0, k),
+            ("zero_points", "src"): (0, k, *range(1, k)),
             ("zero_points", "weights"): weights,
             ("zero_points", "dst"): (0, n),
             ("output_scales", "dst"): (0, n),
@@ -238,18 +248,20 @@ def _check_masks(attr: Attr, src: Tensor, weight: Tensor) -> None:
     attr.check("weights", weight.shape)
 
 
-def _with_bias(attr: Attr, bias: Tensor | None, dims: list[int]) -> tuple[Tensor | None, PostOps]:
-    """Return a bias per column, and the chain, in front of which one of another shape is added."""
-    if bias is None or bias.dim() != len(dims):
-        return bias, attr.post_ops
-    fits = all(size in (1, n) for size, n in zip(bias.shape, dims, strict=True))
+def _with_bias(attr: Attr, bias: Tensor | None, dims: list[int]) -> tuple[Tensor | None, Attr]:
+    """Return a bias per column, and attr, whose chain first adds one of another shape."""
+    bias = None if bias is None else real_bias(bias.detach())
+    if bias is None or tuple(bias.shape) == (dims[-1],):
+        return bias, attr
+    sizes = zip(bias.shape, dims, strict=False)
+    fits = bias.dim() == len(dims) and all(size in (1, n) for size, n in sizes)
     if bias.dtype != torch.float32 or not fits:
         raise ValueError(
-            f"torchq.matmul: bias must have shape [{dims[-1]}], or dst's, {dims}, with 1 in any "
-            f"places and a float dtype, got {bias.dtype} {list(bias.shape)}. Reshape it."
+            f"torchq.matmul: bias must have shape [{dims[-1]}], or, in real units, that of dst, "
+            f"{dims}, with 1 in any places, got {bias.dtype} {list(bias.shape)}. Reshape it."
         )
     if all(n == 1 for n in bias.shape[:-1]):
-        return bias.reshape(-1).expand(dims[-1]), attr.post_ops
+        return bias.reshape(-1).expand(dims[-1]), attr
     if attr.mask("dst", "output_scales") is not None:
         raise NotImplementedError(
             f"torchq.matmul: a bias of rows must come without output scales, got {attr}. The "
@@ -257,7 +269,59 @@ def _with_bias(attr: Attr, bias: Tensor | None, dims: list[int]) -> tuple[Tensor
         )
     mask = sum(1 << dim for dim, n in enumerate(bias.shape) if n > 1)
     first = PostOps().append_binary("add", bias.reshape(-1), mask)
-    return None, post_ops_of([*first, *attr.post_ops])
+    return None, copy.copy(attr).set_post_ops(post_ops_of([*first, *attr.post_ops]))
+
+
+def _with_row_scales_of_dst(attr: Attr, dims: list[int], dst_dtype: torch.dtype) -> Attr:
+    """Return attr with scales of dst per row as a division behind all other post-ops."""
+    mask = attr.mask("dst") or 0
+    if dst_dtype in FLOATS or not mask & ((1 << len(dims) - 1) - 1):
+        return attr
+    attr.check("dst", dims)
+    chain = post_ops_of(attr.post_ops).append_binary("div", attr.values("dst"), mask)
+    result = copy.copy(attr).set_post_ops(chain)
+    result._params = {key: p for key, p in attr._params.items() if key != ("scales", "dst")}
+    return result
+
+
+def _shifted_by_row(
+    src: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    attr: Attr,
+    dst_dtype: torch.dtype,
+    post_op_srcs: Sequence[Tensor],
+) -> Tensor:
+    """Compute with a zero point of src per row, which is subtracted from the sums, exactly."""
+    dst_masks = {attr.mask("dst", kind) or 0 for kind in ("scales", "zero_points")}
+    scaled_later = attr.mask("dst", "output_scales") is not None
+    if _groups(attr, src, weight) > 1 or scaled_later or dst_masks != {0}:
+        raise NotImplementedError(
+            "torchq.matmul: zero points of src per row must come without groups of k, output "
+            f"scales, and scales and zero points of dst per column, got {attr}. The nearest "
+            "supported is one zero point of src, mask 0."
+        )
+    shifts, limits = attr.resolve("src", src.shape, "zero_points"), torch.iinfo(src.dtype)
+    if ((shifts < limits.min) | (shifts > limits.max)).any():
+        raise ValueError(
+            f"torchq.matmul: zero points of src must lie in [{limits.min}, {limits.max}] for "
+            f"{src.dtype}, got {shifts.min()} to {shifts.max()}. Quantize src with others."
+        )
+    plain = Attr()
+    if (zero_points := attr.values("weights", "zero_points")) is not None:
+        plain.set_zero_points("weights", attr.mask("weights", "zero_points") or 0, zero_points)
+    ones = torch.ones((1, src.shape[-1]), dtype=torch.uint8, device="cpu")
+    acc, sums = (matmul(x, weight, None, plain, torch.int32).long() for x in (src, ones))
+    acc -= shifts.long() * sums
+    if bias is not None and bias.dtype == torch.int32:
+        acc, bias = acc + bias, None
+    scaled = any(kind == "scales" or arg == "dst" for kind, arg in attr._params)
+    if bias is None and dst_dtype == torch.int32 and not (scaled or attr.post_ops):
+        return acc.int()
+    real = acc.float() * attr.resolve("weights", weight.shape) * attr.resolve("src", src.shape)
+    real = real if bias is None else real + bias
+    of_dst = _with_destination(attr, Attr()).set_post_ops(attr.post_ops)
+    return from_float("matmul", real, of_dst, dst_dtype, post_op_srcs)
 
 
 def _check_bias(attr: Attr, weight: Tensor, bias: Tensor | None) -> None:
@@ -271,7 +335,7 @@ def _check_dst_zero_points(attr: Attr, src: Tensor, groups: int, dst_dtype: torc
     """Per column they are part of the offset, which neither rows nor groups of k have."""
     if not attr.mask("dst", "zero_points") or dst_dtype in FLOATS:
         return
-    by_row = _scaled_by_row(attr, src)
+    by_row = _by_row(attr, src)
     if by_row or groups > 1:
         other = "scales of src per row" if by_row else "scales or zero points per group of k"
         raise NotImplementedError(
@@ -280,8 +344,9 @@ def _check_dst_zero_points(attr: Attr, src: Tensor, groups: int, dst_dtype: torc
         )
 
 
-def _scaled_by_row(attr: Attr, src: Tensor) -> bool:
-    return bool((attr.mask("src") or 0) & (_bits(src)[1] - 1))
+def _by_row(attr: Attr, src: Tensor, kind: str = "scales") -> bool:
+    """Return whether a mask of src selects rows."""
+    return bool((attr.mask("src", kind) or 0) & (_bits(src)[1] - 1))
 
 
 def _groups(attr: Attr, src: Tensor, weight: Tensor) -> int:
@@ -319,7 +384,7 @@ def _zero_points(attr: Attr, arg: str, t: Tensor, groups: int) -> Tensor | None:
 
 def _row_scales(attr: Attr, src: Tensor, groups: int, dims: list[int]) -> Tensor | None:
     """Return scales of src by row, ``[1, ..., M, 1]``, or ``[groups, ..., M, 1]`` if k matters."""
-    if not _scaled_by_row(attr, src):
+    if not _by_row(attr, src):
         return None
     values, k = attr.resolve("src", src.shape), src.shape[-1]
     if values.shape[-1] == 0:
@@ -359,7 +424,7 @@ def _fold(
     n, k = weight.shape[-1], weight.shape[-2]
     empty = torch.empty(0, dtype=torch.float32, device="cpu")
     layer = PackedWeight(empty, empty, empty, (n, k), 1, ())
-    by_row = _scaled_by_row(attr, src) or attr.mask("src") is None
+    by_row = _by_row(attr, src) or attr.mask("src") is None
     src_scales = None if by_row else _by_group(attr, "src", src, groups)
     weight_scales = None
     if attr.mask("weights") is not None:
@@ -423,17 +488,10 @@ def _weight_only(
             "torchq.matmul: src requires grad, but torchq's ops have no backward. Run them under "
             "torch.no_grad() or torch.inference_mode(), or pass src.detach()."
         )
-    n = weight.shape[-1]
     if bias is not None and bias.dtype != torch.float32:
         raise TypeError(
             "torchq.matmul: bias must be float32, bfloat16, float16, int8 or uint8 with a float "
             f"src, got {bias.dtype}: there are no accumulators. Convert it with .float()."
-        )
-    bias, post_ops = _with_bias(attr, bias, _dst_dims(src, weight))
-    if bias is not None and tuple(bias.shape) != (n,):
-        raise ValueError(
-            f"torchq.matmul: bias must have shape [{n}], one value per output channel, or dst's "
-            f"with 1 in any places, got {list(bias.shape)}. Reshape it."
         )
     scale = attr.resolve("weights", weight.shape)
     zero_point = attr.resolve("weights", weight.shape, "zero_points")
@@ -441,5 +499,5 @@ def _weight_only(
     with torch.autocast("cpu", enabled=False):
         dst = torch.matmul(as_float32(src), real)
         dst = dst if bias is None else dst + bias
-        of_dst = _with_destination(attr, Attr()).set_post_ops(post_ops)
+        of_dst = _with_destination(attr, Attr()).set_post_ops(attr.post_ops)
         return from_float("matmul", dst, of_dst, dst_dtype, post_op_srcs)
