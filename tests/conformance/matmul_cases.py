@@ -85,7 +85,9 @@ class Quantization:
     def behind(self, result: Exact, axis: int) -> Exact:
         """Adds the bias, the chain and the scale and zero point of dst to ``result``."""
         if self.bias is not None:
-            result = result.plus(along(self.bias, axis, result.y.ndim))
+            whole = self.bias.dim() > 1
+            bias = self.bias.double() if whole else along(self.bias, axis, result.y.ndim)
+            result = result.plus(bias)
         result = self.chain.exact(result)
         if self.dst_scale is not None:
             result = result.times(1 / float(torch.tensor(self.dst_scale)))

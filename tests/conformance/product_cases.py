@@ -49,6 +49,12 @@ def matmul(rng: random.Random, data: torch.Generator, index: int) -> Case:
     attr = q.attr(1 << axis)
     if weight_zero_point:
         attr.set_zero_points("weights", 0, weight_zero_point)
+    bias, oracle = q.bias, q.oracle()
+    if rows > 1 and rng.random() < 0.3:  # of rows: for the oracle a post-op in front
+        values = torch.randint(-9, 9, (*[1] * len(batch), rows, 1), generator=data)
+        q, bias = replace(q, bias=values.to(rng.choice((S8, F32)))), None
+        oracle["post_ops"] = "+".join(["binary_add:1", *q.chain.words])
+        oracle["post_op_srcs"] = [values.float(), *q.chain.oracle_srcs]
 
     def exact() -> Exact:
         acc = (src.double() - q.src_zero_point) @ (weight.double() - weight_zero_point)
@@ -60,7 +66,7 @@ def matmul(rng: random.Random, data: torch.Generator, index: int) -> Case:
         f"'{q.chain.text}'",
         torchq=lambda: TF.matmul(src, weight, q.bias, attr, q.dst_dtype, q.chain.olds),
         reference=lambda side=0: reference_matmul.matmul(
-            src, weight, q.bias, q.src_zero_point, weight_zero_point, side=side, **q.oracle()
+            src, weight, bias, q.src_zero_point, weight_zero_point, side=side, **oracle
         ),
         onednn=lambda peer: peer.matmul(
             src, weight, q.bias, weight_zero_point=weight_zero_point or None, **q.onednn()
