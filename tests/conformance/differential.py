@@ -94,7 +94,7 @@ class Case:
     exact: Callable[[], Exact]
     approximate: bool = False
     sided: bool = False
-    defect: str = ""
+    defect: str | tuple[str, ...] = ""
     zero_points: bool = False
     padding: bool = False
 

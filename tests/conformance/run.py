@@ -111,8 +111,9 @@ The rules (all of them in `test_conformance.py::test_conforms`, element by eleme
 - *defect*: oneDNN is wrong about all cases of a kind. A test of `test_conformance.py` shows each:
   - Strided int8 deconvolutions (`jit_uni_int8:avx2`, `jit_deconvolution`) are wrong by tens of
     steps with int8 sources, zero points, sums, or where no tap reaches; 3.13 at least in the last
-    case (`test_a_deconvolution_of_onednn_is_wrong`).
-  - Average pools of 3.2 compare the first 16 channels only
+    case (`test_a_deconvolution_of_onednn_is_wrong`), and its `brg_deconv` with int8 sources and
+    zero points (`test_a_deconvolution_of_onednn_today_is_wrong`).
+  - Average pools of both versions (`jit_int:avx512_core`) compare the first 16 channels only
     (`test_a_comparison_behind_an_average_of_onednn_is_wrong`). On a CPU without AVX-512, those of
     both versions turn uint8 results of 2^15 and more into 0. int32 results of 2^31 and more become
     the lowest int32 in both versions (`test_an_average_of_onednn_beyond_16_bits_wraps`).
