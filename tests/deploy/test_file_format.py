@@ -94,6 +94,23 @@ def test_archives_of_torch_save_are_refused(small: Any) -> None:
         torchq.load(path, model)
 
 
+@pytest.mark.parametrize("name", ["a\x1b[2J", "a\x7f", "\x9b31m"])
+def test_names_that_a_terminal_obeys_are_refused(name: str, tmp_path: Path) -> None:
+    """They would reach it by `torchq inspect`, `torchq.explain` and errors."""
+    path = tmp_path / "file"
+    with pytest.raises(ValueError, match=r"printable names.* its text has control characters"):
+        write_tensors("test", path, {name: torch.ones(2)})
+    header = json.dumps({name: {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}})
+    for text in (header.encode(), json.dumps(json.loads(header), ensure_ascii=False).encode()):
+        path.write_bytes(len(text).to_bytes(8, "little") + text + b"ab")
+        with pytest.raises(ValueError, match="header is not one of safetensors"):
+            read_state(path)
+    state = {"0.spec": torch.tensor(list(json.dumps({"class": name}).encode()), dtype=torch.uint8)}
+    write_tensors("test", path, state)
+    with pytest.raises(ValueError, match="spec"):
+        torchq.load(path, nn.Sequential(nn.Linear(2, 2)))
+
+
 def test_copies_in_threads(small: Any) -> None:
     """ast.parse of CPython 3.11 fails in threads, so nothing here may call it."""
     model, converted, x, path = small

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ _WIDE = 1 << 20
 
 Texts of torchq are ASCII, whatever they tell.
 """
+_CONTROLS = re.compile(rb"\\u00(?:[0189][0-9a-f]|7f)|\x7f|\xc2[\x80-\x9f]", re.IGNORECASE)
+"""Characters that a terminal obeys, but for ends of lines and the like."""
 
 
 def read_json(text: bytes | memoryview, nbytes: int = 0) -> Any:
@@ -29,8 +32,8 @@ def read_json(text: bytes | memoryview, nbytes: int = 0) -> Any:
         nbytes: of the file, if the text is its header; each hundred may have one value more.
 
     Raises:
-        ValueError: it is no JSON, or has more values or levels than files of torchq have, or is
-            long and not ASCII.
+        ValueError: it is no JSON, or has more values or levels than files of torchq have, or
+            control characters, or is long and not ASCII.
     """
     text = bytes(text)
     if why := why_refused(text, nbytes):
@@ -45,6 +48,8 @@ def read_json(text: bytes | memoryview, nbytes: int = 0) -> Any:
 
 def why_refused(text: bytes, nbytes: int = 0) -> str:
     """Return why :func:`read_json` reads no text of such length and characters, or ""."""
+    if _CONTROLS.search(text):
+        return "its text has control characters"
     is_long = nbytes > 0 and len(text) > _WIDE + nbytes // 16  # other texts count their bytes
     if (is_long and b"\\u" in text) or (len(text) > _WIDE and not text.isascii()):
         return "its text is long, and has characters beyond ASCII"

@@ -82,8 +82,8 @@ def write_tensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     if why := why_refused(text, end or 1):
         raise ValueError(
-            f"{op}: tensors must be few or large, so that reading them takes no more memory than "
-            f"SECURITY.md says, got {len(tensors)} of {end} bytes; {why}. Save parts of the model."
+            f"{op}: tensors must be few or large, with printable names, so that reading them keeps "
+            f"to SECURITY.md, got {len(tensors)} of {end} bytes; {why}. Save parts of the model."
         )
     text += b" " * (-(8 + len(text)) % _ALIGNED)
     write_file(op, path, [len(text).to_bytes(8, "little"), text, *views])
