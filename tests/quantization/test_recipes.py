@@ -181,6 +181,12 @@ def test_a_recipe_computes_the_float_layer():
     torch.testing.assert_close(recipe.weight * recipe.src_factor, weight, rtol=2**-22, atol=0)
 
 
+def test_results_that_are_no_numbers_have_no_decibels():
+    rows, weight = torch.full((8, 8), torch.finfo(torch.float32).max), 2 * torch.eye(8)
+    recipe = linear_recipe(weight, None, sample_of(rows), "per_channel", 8, gptq=False)
+    assert "-inf dB -> -inf dB" in recipe.note
+
+
 def test_a_layer_that_gains_nothing_is_not_smoothed():
     weight = torch.eye(8)
     rows = torch.randint(-127, 128, (64, 8)).float()

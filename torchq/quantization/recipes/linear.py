@@ -126,9 +126,8 @@ class _Trial:
     def decibels(self, noise: float) -> str:
         """Return the SQNR of the layer's result as text."""
         power = float(self._expected.double().square().sum())
-        if noise == 0 or power == 0:
-            return "inf dB" if noise == 0 else "-inf dB"
-        return f"{10 * math.log10(power / noise):.1f} dB"
+        ratio = power / noise if noise else math.inf
+        return f"{10 * math.log10(ratio):.1f} dB" if ratio > 0 else "-inf dB"
 
 
 def quantized_rows(rows: Tensor, symmetric: bool = False) -> Tensor:
