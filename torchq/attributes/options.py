@@ -18,6 +18,8 @@ GroupSize: TypeAlias = Literal[32, 64, 128]
 """Values of a row of a 4-bit weight that share a scale."""
 EmbeddingBits: TypeAlias = Literal[8, 4]
 """Bits of the codes of an embedding."""
+CacheBits: TypeAlias = Literal[8]
+"""Bits of keys and values in a cache."""
 BagMode: TypeAlias = Literal["sum", "mean", "max"]
 """Results of an embedding bag."""
 ObserverName: TypeAlias = Literal["minmax", "moving_average", "percentile", "histogram", "entropy"]

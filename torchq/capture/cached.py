@@ -16,6 +16,7 @@ all states, and a later one none, which leaves the cached ones as they are.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from torch.utils import _pytree as pytree
 from torchq.capture.caches import (
     Cache,
     caches_of,
+    decompress,
     fill,
     new_cache,
     read_cache,
@@ -38,6 +40,7 @@ from torchq.capture.exported import Exported
 from torchq.capture.graph import aten_name
 from torchq.capture.guards import Example, Restore
 from torchq.capture.likeness import Argument
+from torchq.capture.terms import Size
 from torchq.models.inputs import are_close, float_tensors
 from torchq.models.state import same_numbers, twin
 from torchq.models.trees import Args, Call, Kwargs
@@ -226,6 +229,29 @@ class CachedExample(Example):
             return None if call is None else choose(**call)
 
         return of_tensors
+
+    def before_own_code(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        """Decompress the cache of a call."""
+        form = self._form()
+        with contextlib.suppress(TypeError):  # of a call that the own code refuses
+            dtype: torch.dtype = getattr(module, "dtype", torch.float32)
+            decompress(form.named(args, kwargs).get(form.cache), dtype)
+
+    def compressed(self, places: Sequence[int]) -> CachedExample:
+        """Return the same for a graph that takes some of its tensors as compressed rows."""
+        rows: dict[object, Argument] = {}
+        for argument in (self.arguments[i] for i in places):
+            size = cast(int, argument.shape[3]) + 4
+            rows[argument] = replace(argument, dtype=torch.int8, shape=(*argument.shape[:3], size))
+        cache = self._form().cache
+        past = [rows.get(part, part) for part in cast(Any, self.values[cache])]
+        fixed = {Size(i, 3) for i in places}  # as the shapes say
+        return replace(
+            self,
+            arguments=[rows.get(argument, argument) for argument in self.arguments],
+            values={**self.values, cache: past},
+            guards=[g for g in self.guards if not (g.sizes and fixed.issuperset(g.sizes))],
+        )
 
     def restore(self) -> Restore:
         """Return the function that puts keys and values into the cache of a call."""

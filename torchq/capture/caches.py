@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from torchq.functional.attentions import compress_rows, decompress_rows
+
 _LIBRARY = "transformers.cache_utils"
 
 
@@ -75,7 +77,25 @@ def read_cache(
         least = length if window is None else min(length, window - 1)
         if not least <= layer.keys.shape[2] <= length:
             return None
-    return length, [tensor for layer in full for tensor in (layer.keys, layer.values)]
+    tensors = [tensor for layer in full for tensor in (layer.keys, layer.values)]
+    return length, [_as_kind(*pair) for pair in zip(tensors, kinds, strict=True)]
+
+
+def _as_kind(tensor: Tensor, kind: tuple[int, int, torch.dtype]) -> Tensor:
+    """Return keys or values as a graph takes them, compressed or not; others as they are."""
+    (_, size, dtype), is_rows = kind, tensor.dtype == torch.int8
+    if is_rows == (dtype == torch.int8) or tensor.shape[-1] != size + (4 if is_rows else -4):
+        return tensor
+    return decompress_rows(tensor).to(dtype) if is_rows else compress_rows(tensor)
+
+
+def decompress(cache: Cache | None, dtype: torch.dtype) -> None:
+    """Make the keys and values of a cache what the model's own code reads."""
+    for held in () if cache is None else caches_of(cache):
+        for layer in _layers(held) or ():
+            if layer.is_initialized and layer.keys.dtype == torch.int8:
+                both = layer.keys, layer.values
+                layer.keys, layer.values = (decompress_rows(t).to(dtype) for t in both)
 
 
 def caches_of(cache: Cache) -> list[Cache]:

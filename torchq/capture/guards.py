@@ -94,6 +94,9 @@ class Example:
             return lambda result, args, kwargs: result
         return lambda result, args, kwargs: pytree.tree_unflatten(pytree.tree_leaves(result), spec)
 
+    def before_own_code(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        """Make the arguments of a call what the module's own code reads."""
+
     def chooser(self, traced: bool = False) -> Callable[..., tuple[Tensor, ...] | None]:
         """Return a function with the module's signature: the graph's tensors, or None."""
         guards = self.guards if traced else [*self.guards, *self.limits]

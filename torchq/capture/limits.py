@@ -37,7 +37,8 @@ class _Sum(NamedTuple):
 
 def _sum(op: Op) -> _Sum | None:
     """Return the longest sum of an operation; None for one that sums few."""
-    if op.role in (Role.PRODUCT, Role.DYNAMIC) and isinstance(op.module, Attention):
+    is_int8 = op.role in (Role.PRODUCT, Role.DYNAMIC) or op.reason == reasons.CACHED_8
+    if is_int8 and isinstance(op.module, Attention):
         reason = reasons.KEYS.format(keys=MAX_REDUCTION)
         return _Sum(op.srcs[2], slice(-2, -1), MAX_REDUCTION, reason)
     if op.role is Role.PRODUCT:

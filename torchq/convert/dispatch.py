@@ -126,6 +126,7 @@ class Dispatch(Attachment):
         """Run the module's own code; hooks that transformers adds in such a call do not stay."""
         watch = self._watch or self._watched()
         before = watch.ids()
+        self.example.before_own_code(self.module, args, kwargs)
         try:
             return type(self.module).forward(self.module, *args, **kwargs)
         finally:

@@ -10,7 +10,7 @@ from torch.nn.modules.conv import _ConvNd
 from torchq.capture.graph import aten_name
 from torchq.capture.ops import Op, Role
 from torchq.capture.patterns import arguments_of
-from torchq.nn.attention import CachedAttention
+from torchq.nn.attention import CachedAttention, CompressedAttention
 from torchq.nn.cached_cat import CachedCat
 from torchq.nn.float_modules import Cat
 from torchq.nn.normalization import QGroupNorm, QRMSNorm
@@ -29,7 +29,11 @@ def float_form(op: Op, is_channels_last: bool) -> _Form | None:
     """
     if op.reason == reasons.CACHED:
         return _attention(op)
-    if op.reason == reasons.GROWS:
+    if op.reason == reasons.CACHED_8:
+        a, new = arguments_of(op.node), [src.all_input_nodes[1] for src in op.srcs[1:]]
+        mask = [a.nodes["attn_mask"]] if isinstance(a.nodes.get("attn_mask"), fx.Node) else []
+        return CompressedAttention(a.scale, bool(a.enable_gqa)), [*op.srcs, *new, *mask]
+    if op.reason in (reasons.GROWS, reasons.GROWS_8, reasons.NOT_8):
         a = arguments_of(op.node)
         return CachedCat(a.dim), list(a.tensors)
     is_group_norm = is_channels_last and aten_name(op.node) == "group_norm"

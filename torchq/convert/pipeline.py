@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -47,6 +47,7 @@ from torchq.models.conversions import refusing_conversions
 from torchq.models.inputs import Inputs, Model, check_fit, split_inputs, without_gradients
 from torchq.nn.leaf import take_hooks
 from torchq.nn.packed_weights import PackedWeights
+from torchq.planning.cached import compressed_inputs
 from torchq.planning.passes import decided
 from torchq.planning.plan import Plan
 from torchq.quantization.config import Overrides, QConfig
@@ -126,11 +127,20 @@ def _prepared(
     refuse_save_pretrained(prepared)
     if config.check_inputs:
         vars(prepared)[CHECKS] = True
-    if "" in parts.why:
-        steps = next((part.name for part in parts.found if part.has_cache), "")
-        text = f" (but one graph takes each call of '{steps}' with a cache)" if steps else ""
-        vars(prepared)["torchq_note"] = f"the whole is not captured{text}: {parts.why['']}"
+    if notes := list(_notes(parts, config)):
+        vars(prepared)["torchq_note"] = "; ".join(notes)
     return cast(Model, prepared)
+
+
+def _notes(parts: Parts, config: QConfig) -> Iterator[str]:
+    """Yield what the report says of the whole model."""
+    cached = [part.name for part in parts.found if part.has_cache]
+    if "" in parts.why:
+        steps = cached[0] if cached else ""
+        text = f" (but one graph takes each call of '{steps}' with a cache)" if steps else ""
+        yield f"the whole is not captured{text}: {parts.why['']}"
+    if config.cache_bits is not None and not cached:
+        yield reasons.NO_CACHE
 
 
 def _plan(part: Part, prepared: nn.Module, config: QConfig, overrides: Overrides | None) -> Plan:
@@ -246,6 +256,8 @@ def _converted(prepared: Model, strict: bool, every_leaf: bool, weights: PackedW
     for dispatch in dispatches(result):
         _take_tensors(dispatch.graph, memo)
         dispatch.begin(strict)
+        if isinstance(dispatch.example, CachedExample):  # another one than the prepared model's
+            vars(dispatch.module)["forward"] = dispatch.forward
     rows = [_with_copies(row, weights) for row in rows]
     refuse_save_pretrained(result)
     vars(result).update(torchq_report=rows, torchq_weights=prepared.torchq_weights)
@@ -255,7 +267,7 @@ def _converted(prepared: Model, strict: bool, every_leaf: bool, weights: PackedW
     return refusing_conversions(without_gradients(result.eval()))
 
 
-def _units(prepared: nn.Module, weights: PackedWeights) -> dict[int, nn.Module]:
+def _units(prepared: nn.Module, weights: PackedWeights) -> dict[int, Any]:
     """Return by id of each module that is quantized as one unit: what it becomes."""
     modules = dict(prepared.named_modules())
     units = {name: module for name, module in modules.items() if isinstance(module, SELF_CONTAINED)}
@@ -268,7 +280,7 @@ def _lower(
     graphs: Mapping[Dispatch, Prepared],
     settled: Iterable[Settled],
     weights: PackedWeights,
-    memo: dict[int, nn.Module],
+    memo: dict[int, Any],
 ) -> dict[str, list[Source]]:
     """Put the int8 graphs into ``memo``; return by name of a layer how its calls read sources."""
     sources = defaultdict[str, list[Source]](list)
@@ -276,7 +288,11 @@ def _lower(
         units = {name: graph.graph_module.get_submodule(name) for name in graph.opaque_names}
         lowering = Lowering(one, {name: memo[id(unit)] for name, unit in units.items()}, weights)
         memo[id(graph)] = lowered = lowering.run()
-        add_checks(lowered, dispatch.example)
+        example = dispatch.example
+        if places := compressed_inputs(one.plan):
+            assert isinstance(example, CachedExample)
+            memo[id(dispatch.example)] = example = example.compressed(places)
+        add_checks(lowered, example)
         for layer in one.plan.active:
             if layer.op.owner is not None:
                 sources[f"{one.plan.prefix}{layer.op.base}"].append(one.source(layer))

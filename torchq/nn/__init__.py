@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized modules, and float modules that become some of them."""
 
-from torchq.nn.attention import CachedAttention, DynamicQAttention, QAttention
+from torchq.nn.attention import (
+    CachedAttention,
+    CompressedAttention,
+    DynamicQAttention,
+    QAttention,
+)
 from torchq.nn.binary import QAdd, QCat, QMul
 from torchq.nn.cached_cat import CachedCat
 from torchq.nn.conv import QConv1d, QConv2d, QConv3d
@@ -46,6 +51,7 @@ __all__ = [
     "CachedAttention",
     "CachedCat",
     "Cat",
+    "CompressedAttention",
     "DeQuantStub",
     "Dequantize",
     "DynamicQAttention",

@@ -171,14 +171,63 @@ class CachedAttention(QModule):
                 "torchq.nn.CachedAttention: key must have heads (dim -3) with enable_gqa, got "
                 f"{list(key.shape)}. Pass a key with heads, or leave out enable_gqa."
             )
-        needed, is_causal = not bool(mask.all()), False
-        if needed and queries == keys:
-            causal = torch.ones(queries, keys, dtype=torch.bool, device="cpu").tril_()
-            is_causal = torch.equal(mask, causal.expand_as(mask))
+        return self._attend(query, key, value, mask)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend; masks of other dtypes and sizes are taken as they are."""
+        queries, keys, is_causal = query.shape[-2], key.shape[-2], False
+        if mask is not None and mask.dtype == torch.bool and mask.shape[-2] == queries:
+            if bool(mask.all()):
+                mask = None
+            elif queries == keys == mask.shape[-1]:
+                causal = torch.ones(queries, keys, dtype=torch.bool, device="cpu").tril_()
+                is_causal = torch.equal(mask, causal.expand_as(mask))
+                mask = None if is_causal else mask
         return F.scaled_dot_product_attention(
-            query, key, value, mask if needed and not is_causal else None, 0.0, is_causal,
-            scale=self.scale, enable_gqa=self.enable_gqa,
-        )  # fmt: skip
+            query, key, value, mask, 0.0, is_causal, scale=self.scale, enable_gqa=self.enable_gqa
+        )
+
+
+class CompressedAttention(CachedAttention):
+    """Attention to keys and values of a cache that :func:`torchq.functional.compress_rows` made.
+
+    Where nothing is cached but what the call itself adds, as for a prompt, that is read in float.
+
+    Shapes:
+        query: float32, bfloat16 or float16 ``(N, H, L, E)``.
+        key: int8 ``(N, G, S, E + 4)``, value: int8 ``(N, G, S, Ev + 4)``; see
+            :func:`torchq.functional.compressed_attention`.
+        new_key, new_value: the last of them in the query's dtype, ``(N, G, M, E)`` and
+            ``(N, G, M, Ev)``, with M at most S.
+        mask: bool (true: seen) or float32 (added), broadcasts to ``(N, H, L, S)``; or None.
+        dst: ``(N, H, L, Ev)`` of the query's dtype.
+
+    Raises:
+        TypeError: a source has another dtype.
+        ValueError: the shapes do not fit.
+    """
+
+    @classmethod
+    def from_spec(cls, spec: Spec) -> "CompressedAttention":
+        """See the base class."""
+        return cls(spec["scale"], spec["enable_gqa"])
+
+    def forward(  # type: ignore[override]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        new_key: Tensor,
+        new_value: Tensor,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend."""
+        if new_key.shape[-2] == key.shape[-2]:
+            return self._attend(query, new_key, new_value, mask)
+        dst: Tensor = torch.ops.torchq.compressed_attention(
+            query, key, value, mask, score_scale(query, self.scale)
+        )
+        return dst
 
 
 def _repeated(src: Tensor, query: Tensor) -> Tensor:

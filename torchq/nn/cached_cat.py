@@ -33,6 +33,9 @@ class CachedCat(QModule):
     A decoder reads the keys and values of its encoder's states in each step, and adds none. The
     result is ``cached`` itself then.
 
+    If ``cached`` has rows that :func:`torchq.functional.compress_rows` made, and ``more`` those of
+    floats, these are compressed, too.
+
     Shapes:
         cached, more: of one dtype, and of one shape but for ``dim``.
         dst: the same, and as long as both.
@@ -53,6 +56,8 @@ class CachedCat(QModule):
         """Concatenate."""
         if more.shape[self.dim] == 0:
             return cached
+        if cached.dtype == torch.int8 and more.is_floating_point():
+            more = torch.ops.torchq.compress_rows(more)
         if is_scripting():
             return torch.cat((cached, more), self.dim)
         if is_traced() or not _gains(cached, more, self.dim):

@@ -17,6 +17,7 @@ from torchq.attributes.options import (
     RECIPES,
     WEIGHT_GRANULARITIES,
     Bits,
+    CacheBits,
     EmbeddingBits,
     Granularity,
     GroupSize,
@@ -86,6 +87,8 @@ class QConfig:
             a recipe other than "fast". It holds for linear layers; others then take 8.
         group_size: values of a row of a 4-bit weight that share a scale: 32, 64 or 128; None is 32.
             The last group of a row may be smaller.
+        cache_bits: 8 keeps keys and values of a cache of transformers as int8, with a scale for
+            each token and head; None keeps them float. An override of a module has its own.
         min_sqnr: decibels that the result of a linear layer must keep with 4-bit weights, on the
             calibration data; the layer has 8 bits where it would keep less. None asks nothing.
         dynamic: choose activation parameters at run time; the observer is then not used.
@@ -129,6 +132,7 @@ class QConfig:
     group_size: GroupSize | None = None
     check_inputs: bool = False
     min_sqnr: float | None = None
+    cache_bits: CacheBits | None = None
 
     def __post_init__(self) -> None:
         """Validate every field."""
@@ -148,6 +152,11 @@ class QConfig:
             raise ValueError(
                 f"torchq.QConfig: embedding_bits must be None, 8 or 4, got {bits!r}. Leave it out "
                 "to keep embeddings float."
+            )
+        if self.cache_bits not in (None, 8):
+            raise ValueError(
+                f"torchq.QConfig: cache_bits must be None or 8, got {self.cache_bits!r}. Leave it "
+                "out to keep keys and values of a cache float."
             )
 
     def _check_weight_bits(self) -> None:
@@ -256,6 +265,7 @@ class QConfig:
             f"activations {dtype}{_bits_suffix(self.activation_bits)} {kind} {observer}, "
             f"weights {self._weights()}"
             + ("" if bits is None else f", embeddings u8{_bits_suffix(bits)} per row")
+            + ("" if self.cache_bits is None else ", caches s8 per row")
             + recipe
         )
 

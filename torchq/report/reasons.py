@@ -76,6 +76,10 @@ ATTENTION_SCALE = "its scale {scale} is not above 0"
 MASK_DTYPE = "its mask is {dtype}, neither float32, bfloat16, float16 nor bool"
 CACHED = "it reads keys or values that a cache keeps in float"
 GROWS = "a cache keeps its keys or values in float"
+CACHED_8 = "it reads keys and values that a cache keeps in 8 bits"
+GROWS_8 = "a cache keeps its keys or values in 8 bits"
+NOT_8 = "a cache keeps its keys or values in float, which other code than PyTorch's attention reads"
+NO_CACHE = "cache_bits has no effect: no graph takes calls with a cache of keys and values"
 ROTARY = "it turns queries or keys by their positions, in one operation of float32"
 
 # Sums that an int32 may not hold
