@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchq.nn import CachedAttention
+from torchq.functional import compress_rows, decompress_rows
+from torchq.nn import CachedAttention, CompressedAttention
 
 
 def causal(queries: int, keys: int) -> Tensor:
@@ -70,3 +71,34 @@ def test_errors() -> None:
         attention(x, x, x, mask[:, :3])
     with pytest.raises(ValueError, match=r"key must have heads .*, got \[1, 0, 4, 8\]"):
         CachedAttention(enable_gqa=True)(x, x[:, :0], x, mask)  # ended the process
+
+
+@pytest.mark.parametrize("kind", [None, *MASKS])
+def test_compressed_rows_are_read_where_some_are_cached(kind: str | None) -> None:
+    torch.manual_seed(0)
+    mask = torch.ones(3, 9, dtype=torch.bool) if kind is None else MASKS[kind][0]
+    queries, keys = mask.shape[-2:]
+    query, given = torch.randn(2, 6, queries, 16), None if kind is None else mask
+    pair = [torch.randn(2, 2, keys, size) for size in (16, 24)]
+    rows = [compress_rows(x) for x in pair]
+    attention = CompressedAttention(0.3, enable_gqa=True)
+    for new, real in ((keys, pair), (min(2, keys - 1), list(map(decompress_rows, rows)))):
+        last = [x[:, :, keys - new :] for x in pair]
+        found = attention(query, *rows, *last, given)
+        wide = [t.double().repeat_interleave(3, 1) for t in real]
+        scores = (query.double() @ wide[0].mT * 0.3).masked_fill(~mask, -torch.inf)
+        torch.testing.assert_close(found.double(), scores.softmax(-1) @ wide[1], rtol=0, atol=1e-4)
+        if given is not None:
+            added = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+            torch.testing.assert_close(attention(query, *rows, *last, added), found)
+        assert torch.equal(torch.jit.script(attention)(query, *rows, *last, given), found)
+
+
+def test_errors_of_compressed_rows() -> None:
+    x = torch.randn(1, 2, 4, 8)
+    rows, attention = compress_rows(x), CompressedAttention(enable_gqa=True)
+    for key, value in ((x, x[:, :, :3]), (x[0], x[0]), (x[:, :0], x[:, :0])):
+        with pytest.raises(ValueError, match=r"new_key and new_value must be .* with heads, got"):
+            attention(x, rows, rows, key, value)  # torch reads on, or divides by the heads
+    with pytest.raises(TypeError, match="key must be int8"):
+        attention(x, x, x, x[:, :, :1], x[:, :, :1])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchq.functional import compress_rows
 from torchq.nn import CachedCat
 
 ROWS, HEADS, SIZE = 1100, 3, 64  # more than half a megabyte
@@ -133,3 +134,13 @@ def test_views_of_another_dtype_are_copied() -> None:
     cached, more = start.view(torch.uint8)[: len(start)], torch.zeros(40, dtype=torch.uint8)
     assert torch.equal(cat(cached, more), torch.cat((cached, more)))
     assert torch.equal(start, kept)
+
+
+def test_floats_behind_compressed_rows_are_compressed() -> None:
+    cat, parts = CachedCat(2), [values(4 * ROWS), values(3), values(1)]
+    grown = compress_rows(values(0))
+    for part in parts:
+        before, grown = grown, cat(grown, part)
+    assert shares(before, grown) and cat(grown, values(0)) is grown
+    assert torch.equal(grown, compress_rows(torch.cat(parts, 2)))
+    assert torch.equal(torch.jit.script(cat)(before, parts[-1]), grown)

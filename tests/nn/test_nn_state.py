@@ -43,6 +43,7 @@ def every_module() -> dict[str, tnn.QModule]:
         tnn.QAttention([U8, seven, S8], seven, tnn.AttentionOptions(True, 0.25, True, True)),
         tnn.DynamicQAttention(tnn.AttentionOptions(True, None, True)),
         tnn.CachedAttention(0.25, True),
+        tnn.CompressedAttention(0.25, True),
         tnn.CachedCat(-2),
         tnn.QSoftmax(U8, seven, 1, True, PostOps.parse("eltwise_linear:0.5:1")),
         tnn.QLayerNorm.from_float(nn.LayerNorm((3, 2)), U8, S8),

@@ -171,24 +171,10 @@ class CachedAttention(QModule):
                 "torchq.nn.CachedAttention: key must have heads (dim -3) with enable_gqa, got "
                 f"{list(key.shape)}. Pass a key with heads, or leave out enable_gqa."
             )
-        return self._attend(query, key, value, mask)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend; masks of other dtypes and sizes are taken as they are."""
-        queries, keys, is_causal = query.shape[-2], key.shape[-2], False
-        if mask is not None and mask.dtype == torch.bool and mask.shape[-2] == queries:
-            if bool(mask.all()):
-                mask = None
-            elif queries == keys == mask.shape[-1]:
-                causal = torch.ones(queries, keys, dtype=torch.bool, device="cpu").tril_()
-                is_causal = torch.equal(mask, causal.expand_as(mask))
-                mask = None if is_causal else mask
-        return F.scaled_dot_product_attention(
-            query, key, value, mask, 0.0, is_causal, scale=self.scale, enable_gqa=self.enable_gqa
-        )
+        return _attend(query, key, value, mask, self.scale, self.enable_gqa)
 
 
-class CompressedAttention(CachedAttention):
+class CompressedAttention(QModule):
     """Attention to keys and values of a cache that :func:`torchq.functional.compress_rows` made.
 
     Where nothing is cached but what the call itself adds, as for a prompt, that is read in float.
@@ -207,12 +193,18 @@ class CompressedAttention(CachedAttention):
         ValueError: the shapes do not fit.
     """
 
+    def __init__(self, scale: float | None = None, enable_gqa: bool = False) -> None:
+        """Take the options of :class:`AttentionOptions` that it has."""
+        super().__init__()
+        self._set_spec(scale=scale, enable_gqa=enable_gqa)
+        self.scale, self.enable_gqa = scale, enable_gqa
+
     @classmethod
     def from_spec(cls, spec: Spec) -> "CompressedAttention":
         """See the base class."""
         return cls(spec["scale"], spec["enable_gqa"])
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         query: Tensor,
         key: Tensor,
@@ -222,12 +214,40 @@ class CompressedAttention(CachedAttention):
         mask: Tensor | None = None,
     ) -> Tensor:
         """Attend."""
+        if new_key.dim() != 4 or new_key.shape[1] == 0 or new_key.shape[:3] != new_value.shape[:3]:
+            raise ValueError(
+                "torchq.nn.CompressedAttention: new_key and new_value must be (N, G, M, E) and (N, "
+                f"G, M, Ev) with heads, got {list(new_key.shape)} and {list(new_value.shape)}. "
+                "Pass the rows that were put behind the cached ones."
+            )
         if new_key.shape[-2] == key.shape[-2]:
-            return self._attend(query, new_key, new_value, mask)
+            return _attend(query, new_key, new_value, mask, self.scale, self.enable_gqa)
         dst: Tensor = torch.ops.torchq.compressed_attention(
             query, key, value, mask, score_scale(query, self.scale)
         )
         return dst
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """Attend in float; a mask of bools for each query is left out where it says nothing more."""
+    queries, keys = query.shape[-2], key.shape[-2]
+    needed, is_causal = mask is not None, False
+    if mask is not None and mask.dtype == torch.bool:
+        needed = not bool(mask.all())
+        if needed and queries == keys and list(mask.shape[-2:]) == [queries, keys]:
+            causal = torch.ones(queries, keys, dtype=torch.bool, device="cpu").tril_()
+            is_causal = torch.equal(mask, causal.expand_as(mask))
+    return F.scaled_dot_product_attention(
+        query, key, value, mask if needed and not is_causal else None, 0.0, is_causal,
+        scale=scale, enable_gqa=enable_gqa,
+    )  # fmt: skip
 
 
 def _repeated(src: Tensor, query: Tensor) -> Tensor:

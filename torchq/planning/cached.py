@@ -66,12 +66,13 @@ def _reads_rows(op: Op, grown: Container[fx.Node]) -> bool:
     a = arguments_of(op.node)
     if a.why_varying("query", "key", "value", "attn_mask") or a.dropout_p or a.is_causal:
         return False
-    sizes = [node.meta["sizes"] for node in (query, *pair)]
-    heads = a.enable_gqa or len({size[1] for size in sizes}) == 1
+    sizes, *others = (node.meta["sizes"] for node in (query, *pair))
+    shared = a.enable_gqa or all(size[1] in ("1", sizes[1]) for size in others)
     mask = a.nodes.get("attn_mask")
     dtype = torch.bool if mask is None else mask.meta["value"].dtype
     kinds = {node.meta["value"].dtype for node in op.srcs}
-    return heads and len(sizes[0]) == 4 and len(kinds) == 1 and dtype in (torch.bool, torch.float32)
+    shared = shared and len(sizes) == 4 and others[0][1] == others[1][1]
+    return shared and len(kinds) == 1 and dtype in (torch.bool, torch.float32)
 
 
 def _is_rows(node: fx.Node, readers: set[fx.Node]) -> bool:
