@@ -318,7 +318,7 @@ def test_models_in_half_precision(half: torch.dtype) -> None:
     assert {layer.keys.dtype for layer in layers(cache)} == {half}
 
 
-@pytest.mark.parametrize("family", ("whisper", *map(SLOW, ("bart", "m2m100"))))
+@pytest.mark.parametrize("family", ("whisper", *map(SLOW, ("bart", "m2m100", "t5"))))
 @torch.no_grad()
 def test_encoder_decoder_caches(family: str) -> None:
     example = {**decoders.source(family, 1), "decoder_input_ids": tokens(1, 4)}
