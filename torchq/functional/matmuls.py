@@ -101,11 +101,6 @@ def matmul(
     attr = _with_row_scales_of_dst(attr, dims, dst_dtype)
     if src.dtype in FLOATS:
         return _weight_only(src, weight, bias, attr, dst_dtype, post_op_srcs)
-    if src.is_floating_point():
-        raise TypeError(
-            "torchq.matmul: a floating src must be torch.float32, torch.bfloat16 or torch.float16, "
-            f"got {src.dtype}. Convert it with .float(), or quantize it."
-        )
     check_source("matmul", src, attr)
     check_8bit("matmul", "weight", weight)
     _check_masks(attr, src, weight)
@@ -214,6 +209,11 @@ def _check_operands(src: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         check_type(f"torchq.matmul: {name}", operand, Tensor, "Pass a tensor.")
     if bias is not None:
         check_type("torchq.matmul: bias", bias, Tensor, "Pass a tensor, or None.")
+    if src.is_floating_point() and src.dtype not in FLOATS:
+        raise TypeError(
+            "torchq.matmul: a floating src must be torch.float32, torch.bfloat16 or torch.float16, "
+            f"got {src.dtype}. Convert it with .float(), or quantize it."
+        )
     if src.dim() < 2 or weight.dim() < 2 or src.shape[-1] != weight.shape[-2]:
         raise ValueError(
             "torchq.matmul: src and weight must be (..., M, K) and (..., K, N), got "
