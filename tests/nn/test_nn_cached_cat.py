@@ -49,6 +49,16 @@ def test_only_one_call_gets_the_room() -> None:
     assert torch.equal(start, prompt)
 
 
+@pytest.mark.parametrize("dim", [1, -2])
+def test_room_is_behind_rows_of_one_dimension(dim: int) -> None:
+    """Another cat wrote into the first one's result, which its caller had."""
+    made = CachedCat(0)(torch.ones(2, 12, 20_000), torch.ones(1, 12, 20_000))
+    more = torch.zeros(3, 9, 20_000)
+    grown = CachedCat(dim)(made[:, :3], more)
+    assert torch.equal(grown, torch.cat((torch.ones(3, 3, 20_000), more), 1))
+    assert made.all()
+
+
 def test_windows_and_cropped_caches() -> None:
     cat, prompt, more = CachedCat(2), values(ROWS), values(1)
     start = cat(values(0), prompt)

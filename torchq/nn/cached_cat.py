@@ -72,12 +72,14 @@ class _Room:
 
     Attributes:
         dtype, shape, strides: of the whole tensor; a view may have other ones.
+        dim: of its rows; along others there is no room.
         free: the first row that no result has; none while a call writes.
     """
 
     dtype: torch.dtype
     shape: torch.Size
     strides: tuple[int, ...]
+    dim: int
     free: list[int]
 
 
@@ -97,6 +99,8 @@ def _written_behind(cached: Tensor, more: Tensor, dim: int) -> Tensor | None:
     """Return the result in the room behind ``cached``; None if there is none."""
     room: _Room | None = getattr(cached.untyped_storage(), _ROOM, None)
     if room is None or (cached.dtype, cached.stride()) != (room.dtype, room.strides):
+        return None
+    if dim % cached.dim() != room.dim:
         return None
     if cached.is_inference() and not torch.is_inference_mode_enabled():  # torch would refuse
         return None
@@ -130,6 +134,6 @@ def _with_room(cached: Tensor, more: Tensor, dim: int) -> Tensor:
     whole.narrow(dim, 0, rows).copy_(cached)
     whole.narrow(dim, rows, count).copy_(more)
     whole.narrow(dim, rows + count, (rows + count) // _FREE).zero_()  # a file would have it, too
-    room = _Room(whole.dtype, whole.shape, whole.stride(), [rows + count])
+    room = _Room(whole.dtype, whole.shape, whole.stride(), dim % whole.dim(), [rows + count])
     setattr(whole.untyped_storage(), _ROOM, room)
     return whole.narrow(dim, 0, rows + count)
