@@ -212,6 +212,36 @@ def test_results_of_a_graph_are_no_tensors_of_a_quantized_layer(tmp_path: Path) 
     assert [unproven(weight) for weight in packed] == [""]
 
 
+def test_results_of_a_graph_are_no_tensors_of_a_layer_by_a_name_of_another(tmp_path: Path) -> None:
+    """Zero points of an addition were a layer's bounds, and a graph returned them."""
+    model, path = nn.Sequential(nn.Linear(8, 48)).eval(), tmp_path / "m"
+    torchq.save(torchq.quantize(model, [X]), path)
+    tensors, metadata = read_tensors(path)
+    key = next(key for key in tensors if key.endswith("torchq_graph"))
+    fields = json.loads(bytes(tensors[key].tolist()))
+    fields["nodes"].insert(-1, ["get_attr", "a", "a", [], {"dict": {}}, None])
+    fields["nodes"].insert(-1, ["get_attr", "c", "a.zero_points", [], {"dict": {}}])
+    fields["nodes"][-1][3] = [node("c")]
+    tensors[key] = torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8)
+    add = torchq.nn.QAdd([torchq.QParams.per_tensor(1.0, 0, torch.int8)] * 2, None)
+    tensors |= {f"{key}.a.{name}": value for name, value in add.state_dict().items()}
+    bounds = next(name for name in tensors if name.endswith("pair_bound"))
+    del tensors[f"{key}.a.zero_points"]
+    aliases = json.loads(bytes(tensors["torchq_aliases"].tolist()))
+    text = json.dumps({**aliases, f"{key}.a.zero_points": bounds}).encode()
+    tensors["torchq_aliases"] = torch.tensor(list(text), dtype=torch.uint8)
+    write_tensors("test", path, tensors, metadata)
+    for given in (model, None):
+        loaded: Any = torchq.load(path, given)
+        result = loaded(X)
+        assert torch.equal(result, tensors[bounds])
+        result.zero_()
+        graph: Any = loaded if given is None else dispatch_of(loaded).graph  # type: ignore[union-attr]
+        layers = [part for part in graph.modules() if isinstance(part, QModule)]
+        packed = [weight for part in layers for weight in part._packed_weights().values()]
+        assert [unproven(weight) for weight in packed] == [""]
+
+
 def test_graphs_read_no_tensor_of_a_quantized_layer(tmp_path: Path) -> None:
     """The caller of a graph may write to its results."""
     model, path = nn.Sequential(nn.Linear(8, 64)).eval(), tmp_path / "m"

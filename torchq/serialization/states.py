@@ -130,26 +130,34 @@ def _fill(module: nn.Module, state: State, name: str, text: bytes) -> None:
 
 
 def set_apart(modules: Iterable[nn.Module]) -> None:
-    """Copy each tensor of other modules that is of a packed weight, too, once for all its names.
+    """Copy each tensor of a packed weight that another module has, too, once for all its names.
 
     The code of a model and the caller of a graph may write to what they are given, and the sums and
     bounds of packed weights were checked once.
     """
     parts = list(modules)
-    packed = [w for m in parts if isinstance(m, QModule) for w in m._packed_weights().values()]
-    checked = {own.data_ptr() for weight in packed for own in weight.tensors().values()} - {0}
+    packed = {id(m): _addresses(m) for m in parts if isinstance(m, QModule)}
+    checked = set[int]().union(*packed.values())
     copies: dict[tuple[int, type], Any] = {}
-    for module in (part for part in parts if not isinstance(part, QModule)):
+    for module in parts:
+        own = packed.get(id(module), set[int]())
         tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
         for held in tables:
-            for name, own in held.items():
-                if type(own) not in (Tensor, nn.Parameter) or own.layout is not torch.strided:
+            for name, tensor in held.items():
+                if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
                     continue  # not of a file
-                if (address := own.data_ptr()) in checked:
-                    key = address, type(own)
+                address = tensor.data_ptr()
+                if address in checked and address not in own:
+                    key = address, type(tensor)
                     if key not in copies:
-                        copies[key] = copy.deepcopy(own)
+                        copies[key] = copy.deepcopy(tensor)
                     held[name] = copies[key]
+
+
+def _addresses(module: QModule) -> set[int]:
+    """Return where the tensors of a module's packed weights are."""
+    weights = module._packed_weights().values()
+    return {part.data_ptr() for weight in weights for part in weight.tensors().values()} - {0}
 
 
 def build(spec: dict[str, object]) -> QModule:
