@@ -12,7 +12,6 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,14 @@ from torch import Tensor, nn
 
 import torchq
 import torchq.functional as TF
+from tests.support.slow import rest_slow
 from torchq.convert.dispatch import dispatches
 from torchq.planning import cached
 from torchq.report import reasons
 
 tf = pytest.importorskip("transformers", minversion="5.24")
 
-SLOW = partial(pytest.param, marks=pytest.mark.slow)
+QUICK = ("llama", "some windows")
 CACHE_8 = torchq.QConfig(dynamic=True, cache_bits=8)
 MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", calls.SIZES),
@@ -91,7 +91,7 @@ def opened(output: Any) -> Any:
     return output
 
 
-@pytest.mark.parametrize("family", ("llama", "some windows", *map(SLOW, FITTING)))
+@pytest.mark.parametrize("family", rest_slow([*QUICK, *FITTING], *QUICK))
 @torch.no_grad()
 def test_every_kind_of_call_takes_the_graph(family: str) -> None:
     converted, dispatch = quantized(model(family), config=CACHE_8)
@@ -120,7 +120,7 @@ def test_every_kind_of_call_takes_the_graph(family: str) -> None:
     assert (dispatch.graph_calls, dispatch.own_calls) == (runs, 0)
 
 
-@pytest.mark.parametrize(("family", "room"), (("llama", True), *(SLOW(*run) for run in RUNS)))
+@pytest.mark.parametrize(("family", "room"), rest_slow([("llama", True), *RUNS], ("llama", True)))
 @pytest.mark.parametrize("way", calls.GENERATED)
 def test_generate(way: str, family: str, room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if room:  # as in large caches
@@ -318,7 +318,7 @@ def test_models_in_half_precision(half: torch.dtype) -> None:
     assert {layer.keys.dtype for layer in layers(cache)} == {half}
 
 
-@pytest.mark.parametrize("family", ("whisper", *map(SLOW, ("bart", "m2m100", "t5"))))
+@pytest.mark.parametrize("family", rest_slow(["whisper", "bart", "m2m100", "t5"], "whisper"))
 @torch.no_grad()
 def test_encoder_decoder_caches(family: str) -> None:
     example = {**decoders.source(family, 1), "decoder_input_ids": tokens(1, 4)}
@@ -356,3 +356,14 @@ def test_the_configuration_and_a_model_without_a_cache_say_so() -> None:
     converted = torchq.quantize(net, None, (torch.randn(2, 8),), CACHE_8)
     assert reasons.NO_CACHE in str(torchq.explain(converted))
     assert reasons.NO_CACHE not in str(torchq.explain(quantized(model(), config=CACHE_8)[0]))
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_compiled_code_takes_a_compressed_cache() -> None:
+    converted, _ = quantized(model("llama"), config=CACHE_8)
+    past, more = converted(tokens(2, 7), use_cache=True).past_key_values, tokens(2, 2)
+    expected = converted(more, past_key_values=copy.deepcopy(past)).logits
+    found = torch.compile(converted, backend="eager")(more, past_key_values=past).logits
+    assert torchq.sqnr(expected, found) > 30
+    assert past.layers[0].keys.dtype == torch.float32

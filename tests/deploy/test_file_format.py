@@ -19,6 +19,7 @@ from torch import nn
 
 import torchq
 import torchq.nn as tnn
+from torchq.attributes.json_text import read_json
 from torchq.serialization import read_state
 from torchq.serialization.tensor_file import write_tensors
 
@@ -94,21 +95,45 @@ def test_archives_of_torch_save_are_refused(small: Any) -> None:
         torchq.load(path, model)
 
 
-@pytest.mark.parametrize("name", ["a\x1b[2J", "a\x7f", "\x9b31m"])
+@pytest.mark.parametrize("name", ["a\x1b[2J", "a\x7f", "\x9b31m", "a\b", "a\r"])
 def test_names_that_a_terminal_obeys_are_refused(name: str, tmp_path: Path) -> None:
     """They would reach it by `torchq inspect`, `torchq.explain` and errors."""
     path = tmp_path / "file"
-    with pytest.raises(ValueError, match=r"printable names.* its text has control characters"):
+    with pytest.raises(ValueError, match="must be printable, got "):
         write_tensors("test", path, {name: torch.ones(2)})
     header = json.dumps({name: {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}})
     for text in (header.encode(), json.dumps(json.loads(header), ensure_ascii=False).encode()):
         path.write_bytes(len(text).to_bytes(8, "little") + text + b"ab")
         with pytest.raises(ValueError, match="header is not one of safetensors"):
             read_state(path)
+    assert read_json(rb'["a\\u001b", "a\\b", "a\t\n"]') == ["a\\u001b", "a\\b", "a\t\n"]
     state = {"0.spec": torch.tensor(list(json.dumps({"class": name}).encode()), dtype=torch.uint8)}
     write_tensors("test", path, state)
     with pytest.raises(ValueError, match="spec"):
         torchq.load(path, nn.Sequential(nn.Linear(2, 2)))
+
+
+class Colored(nn.Module):
+    """Cannot be captured, and says so in red."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_exporting():
+            raise NotImplementedError("\x1b[31mno export\x1b[0m")
+        return self.layer(x)
+
+
+def test_colors_of_a_models_errors_stay_out_of_the_report(tmp_path: Path) -> None:
+    x = torch.randn(8, 4)
+    qmodel = torchq.quantize(Colored().eval(), [x])
+    torchq.save(qmodel, tmp_path / "m")
+    loaded = torchq.load(tmp_path / "m", Colored().eval())
+    text = str(torchq.explain(loaded))
+    assert "no export" in text and "\x1b" not in text
+    assert torch.equal(loaded(x), qmodel(x))
 
 
 def test_copies_in_threads(small: Any) -> None:

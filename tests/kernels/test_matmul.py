@@ -200,6 +200,26 @@ def test_zero_points_of_rows(
             assert int((got.int() - expected.int()).abs().max()) <= 1
 
 
+@pytest.mark.parametrize("kind", ["scales", "zero_points"])
+def test_zero_points_of_rows_beside_groups_of_all_columns(kind: str):
+    """One group of k, with a mask that has k, is no group."""
+    src, weight = operands((5, 64, 18))
+    values = torch.arange(1, 19, dtype=S32 if kind == "zero_points" else F32)
+
+    def attr(mask: int, groups: tuple[int, int] | None) -> Attr:
+        made = Attr().set_zero_points("src", 1, [3, 0, 255, 7, 9])
+        make = made.set_scales if kind == "scales" else made.set_zero_points
+        return make("weights", mask, values, groups)
+
+    by_column = TF.matmul(src, weight, attr=attr(2, None))
+    assert_same(TF.matmul(src, weight, attr=attr(3, (64, 1))), by_column)
+    for mask, scales in ((1, torch.rand(5)), (3, torch.rand(5)), (2, torch.rand(1))):
+        own, groups = torch.broadcast_to(scales, (5,)), None if mask == 1 else (1, 64)
+        plain, other = attr(2, None), attr(2, None).set_scales("src", mask, scales, groups)
+        expected = TF.matmul(src, weight, attr=plain.set_scales("src", 1, own))
+        assert_same(TF.matmul(src, weight, attr=other), expected)
+
+
 @pytest.mark.parametrize("batch", [(), (2,)], ids=str)
 def test_scales_of_rows_of_dst(isa: str, batch: tuple[int, ...]):
     """The same as a division in the end."""
@@ -443,6 +463,11 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
         "zero points of src per row must come without groups of k",
     ),
     (
+        lambda: TF.matmul(A, B, None, Attr().set_scales("dst", 1, [0.5] * 4)),
+        ValueError,
+        "dst must be an integer to have a scale or zero point, got dst_dtype torch.float32",
+    ),
+    (
         lambda: TF.matmul(A, B, None, Attr().set_scales("dst", 1, [0.5] * 3), U8),
         ValueError,
         "scales of dst must be 4 values",
@@ -470,8 +495,8 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: TF.matmul(A.float(), B, torch.ones(4)),
         ValueError,
-        "bias must have shape [5], or, in real units, that of dst, [4, 5], with 1 in any places, "
-        "got torch.float32 [4]",
+        "bias must have shape [5]; one of float32, or converted to it, may have 1 or dst's size in "
+        "each dimension of dst, [4, 5]; got torch.float32 [4]",
     ),
     (
         lambda: TF.matmul(A, B, torch.ones(4, 2)),

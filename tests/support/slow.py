@@ -10,7 +10,12 @@ import pytest
 
 
 def rest_slow(values: Iterable[Any], *quick: Any) -> list[Any]:
-    """Return the parameters of a test; a tuple is of several, and what is not in quick is slow."""
+    """Return the parameters of a test, all but those in quick marked slow.
+
+    A tuple is several arguments.
+    """
+    values = list(values)
+    assert all(one in values for one in quick), f"{quick} are not all among {values}"
     return [
         pytest.param(
             *(value if isinstance(value, tuple) else (value,)),

@@ -20,8 +20,13 @@ _WIDE = 1 << 20
 
 Texts of torchq are ASCII, whatever they tell.
 """
-_CONTROLS = re.compile(rb"\\u00(?:[0189][0-9a-f]|7f)|\x7f|\xc2[\x80-\x9f]", re.IGNORECASE)
-"""Characters that a terminal obeys, but for ends of lines and the like."""
+_CONTROLS = re.compile(rb"\\(?:u00(?:[0189][0-9a-f]|7f)|[bfr])|\x7f|\xc2[\x80-\x9f]", re.IGNORECASE)
+"""Control characters, raw or escaped, except tabs and line feeds as ``\\t`` and ``\\n``."""
+
+
+def printable(text: str) -> str:
+    """Return a text with spaces for what :func:`read_json` refuses, and for line feeds."""
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def read_json(text: bytes | memoryview, nbytes: int = 0) -> Any:
@@ -48,7 +53,7 @@ def read_json(text: bytes | memoryview, nbytes: int = 0) -> Any:
 
 def why_refused(text: bytes, nbytes: int = 0) -> str:
     """Return why :func:`read_json` reads no text of such length and characters, or ""."""
-    if _CONTROLS.search(text):
+    if _CONTROLS.search(text.replace(rb"\\", b"")):  # an escaped backslash begins no escape
         return "its text has control characters"
     is_long = nbytes > 0 and len(text) > _WIDE + nbytes // 16  # other texts count their bytes
     if (is_long and b"\\u" in text) or (len(text) > _WIDE and not text.isascii()):

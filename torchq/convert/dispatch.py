@@ -156,6 +156,7 @@ class Dispatch(Attachment):
         if found is None or self.module.training or hooks_inside(self.module) - self._known:
             if self.strict:
                 raise RuntimeError(self._why(found, args, kwargs))
+            self.example.before_own_code(self.module, args, kwargs)
             return type(self.module).forward(self.module, *args, **kwargs)
         return restore(self.graph(*found), args, kwargs)
 

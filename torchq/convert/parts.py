@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from torchq.attributes.json_text import printable
 from torchq.capture.aten import plain_graph
 from torchq.capture.cached import cached_call, count_all, fix_kinds, smaller_calls
 from torchq.capture.condition import Condition
@@ -111,11 +112,11 @@ def _add(parts: Parts, name: str, module: nn.Module, call: Call, has_cache: bool
             exported, captured = _captured(module, call, widen=False, has_cache=has_cache)
             exported.lines = lines
     except CaptureError as error:
-        parts.why[name] = str(error)
+        parts.why[name] = printable(str(error))
         return False
     except Exception as error:  # the model's own code runs anyway
         first = str(error).partition("\n")[0]
-        parts.why[name] = f"it makes no graph, got {type(error).__name__}: {first}"
+        parts.why[name] = f"it makes no graph, got {type(error).__name__}: {printable(first)}"
         return False
     captured.prefix, captured.has_cache = f"{name}." if name else "", has_cache
     compute_once(captured)

@@ -52,7 +52,8 @@ def matmul(
 
         x = float(acc - z_src[row] * (sum of weight - z_w)) * weight_scale * src_scale + bias
 
-    Scales of ``dst`` per row divide behind all post-ops.
+    Scales of ``dst`` per row divide the result of the post-ops. They, and a bias of another shape
+    than ``[N]``, count as one of the 32 post-ops.
 
     With scales of ``src`` per row and per group of k at once, each group has its own::
 
@@ -67,16 +68,17 @@ def matmul(
         src: uint8 or int8 ``(..., M, K)``; columns that are not adjacent are copied.
         weight: uint8 or int8 ``(..., K, N)``, contiguous or transposed (``x.mT`` costs nothing).
             Batch dimensions broadcast.
-        bias: ``[N]``; float32, or int8 and uint8 converted to it, in real units, or int32 in
-            accumulator units. One in real units may have dst's shape with 1 in any places: (M, 1)
-            is a value per row. It is added as by a post-op in front of all others.
+        bias: ``[N]``: int32 in accumulator units; or float32, bfloat16, float16, int8 or uint8 in
+            real units. A bias in real units may also have dst's number of dimensions, each of dst's
+            size or 1: ``(M, 1)`` is one value per row. Such a bias is added before the post-ops.
         attr: masks index the dims of each argument; K, M and N name the bits of its last two.
             Scales of ``src``: any mask; with K, groups ``(1, k)`` are of k columns. Zero points of
-            ``src``: 0, K with groups, or any without K. Scales and zero points of ``weights``: 0,
-            K, N or both, in groups. Scales of ``dst``: 0, N or any without N; its zero points, and
-            output scales: 0 or N. Post-ops' masks
-            are any of dst's dims: of (B, M, N), mask 4 is per column, 2 per row of each matrix, 3
-            per row of all.
+            ``src``: 0, K with groups, or any mask without K; those per row exclude groups of k,
+            output scales, and scales and zero points of ``dst`` per column. Scales and zero points
+            of ``weights``: 0, K, N or both, in groups. Scales of ``dst``: 0, N, or any mask that
+            selects rows; its zero points, and output scales: 0 or N. Post-ops' masks are any of
+            dst's dims: of (B, M, N), mask 4 is per column, 2 per row of each matrix, 3 per row of
+            all.
         dst_dtype: torch.uint8, int8, int32 or float32. Without scales, and zero points per group,
             int32 gives the exact accumulators.
         post_op_srcs: in the order of the chain, a tensor of dst's shape and the sum's dtype for
@@ -257,8 +259,9 @@ def _with_bias(attr: Attr, bias: Tensor | None, dims: list[int]) -> tuple[Tensor
     fits = bias.dim() == len(dims) and all(size in (1, n) for size, n in sizes)
     if bias.dtype != torch.float32 or not fits:
         raise ValueError(
-            f"torchq.matmul: bias must have shape [{dims[-1]}], or, in real units, that of dst, "
-            f"{dims}, with 1 in any places, got {bias.dtype} {list(bias.shape)}. Reshape it."
+            f"torchq.matmul: bias must have shape [{dims[-1]}]; one of float32, or converted to "
+            f"it, may have 1 or dst's size in each dimension of dst, {dims}; got {bias.dtype} "
+            f"{list(bias.shape)}. Reshape it, or convert it with .float()."
         )
     if all(n == 1 for n in bias.shape[:-1]):
         return bias.reshape(-1).expand(dims[-1]), attr
@@ -275,8 +278,13 @@ def _with_bias(attr: Attr, bias: Tensor | None, dims: list[int]) -> tuple[Tensor
 def _with_row_scales_of_dst(attr: Attr, dims: list[int], dst_dtype: torch.dtype) -> Attr:
     """Return attr with scales of dst per row as a division behind all other post-ops."""
     mask = attr.mask("dst") or 0
-    if dst_dtype in FLOATS or not mask & ((1 << len(dims) - 1) - 1):
+    if not mask & ((1 << len(dims) - 1) - 1):
         return attr
+    if dst_dtype in FLOATS:
+        raise ValueError(
+            "torchq.matmul: dst must be an integer to have a scale or zero point, got dst_dtype "
+            f"{dst_dtype} with {attr}. Leave them out: a float dst is in real units."
+        )
     attr.check("dst", dims)
     chain = post_ops_of(attr.post_ops).append_binary("div", attr.values("dst"), mask)
     result = copy.copy(attr).set_post_ops(chain)
@@ -307,9 +315,10 @@ def _shifted_by_row(
             f"torchq.matmul: zero points of src must lie in [{limits.min}, {limits.max}] for "
             f"{src.dtype}, got {shifts.min()} to {shifts.max()}. Quantize src with others."
         )
-    plain = Attr()
-    if (zero_points := attr.values("weights", "zero_points")) is not None:
-        plain.set_zero_points("weights", attr.mask("weights", "zero_points") or 0, zero_points)
+    plain, (_, n) = Attr(), _bits(weight)
+    if attr.mask("weights", "zero_points") is not None:
+        values = _by_group(attr, "weights", weight, 1, "zero_points").reshape(-1)
+        plain.set_zero_points("weights", 0 if len(values) == 1 else n, values)
     ones = torch.ones((1, src.shape[-1]), dtype=torch.uint8, device="cpu")
     acc, sums = (matmul(x, weight, None, plain, torch.int32).long() for x in (src, ones))
     acc -= shifts.long() * sums
@@ -318,7 +327,9 @@ def _shifted_by_row(
     scaled = any(kind == "scales" or arg == "dst" for kind, arg in attr._params)
     if bias is None and dst_dtype == torch.int32 and not (scaled or attr.post_ops):
         return acc.int()
-    real = acc.float() * attr.resolve("weights", weight.shape) * attr.resolve("src", src.shape)
+    rows = _row_scales(attr, src, 1, _dst_dims(src, weight))
+    of_src = _by_group(attr, "src", src, 1) if rows is None else rows[0]
+    real = acc.float() * _by_group(attr, "weights", weight, 1) * of_src
     real = real if bias is None else real + bias
     of_dst = _with_destination(attr, Attr()).set_post_ops(attr.post_ops)
     return from_float("matmul", real, of_dst, dst_dtype, post_op_srcs)

@@ -177,14 +177,15 @@ class CachedAttention(QModule):
 class CompressedAttention(QModule):
     """Attention to keys and values of a cache that :func:`torchq.functional.compress_rows` made.
 
-    Where nothing is cached but what the call itself adds, as for a prompt, that is read in float.
+    If the cache holds only the rows of this call, as for a prompt, attention reads ``new_key`` and
+    ``new_value`` in float.
 
     Shapes:
         query: float32, bfloat16 or float16 ``(N, H, L, E)``.
         key: int8 ``(N, G, S, E + 4)``, value: int8 ``(N, G, S, Ev + 4)``; see
             :func:`torchq.functional.compressed_attention`.
-        new_key, new_value: the last of them in the query's dtype, ``(N, G, M, E)`` and
-            ``(N, G, M, Ev)``, with M at most S.
+        new_key, new_value: the last M keys and values, uncompressed, of the query's dtype,
+            ``(N, G, M, E)`` and ``(N, G, M, Ev)``, with M at most S.
         mask: bool (true: seen) or float32 (added), broadcasts to ``(N, H, L, S)``; or None.
         dst: ``(N, H, L, Ev)`` of the query's dtype.
 

@@ -37,8 +37,9 @@ class CachedCat(QModule):
     floats, these are compressed, too.
 
     Shapes:
-        cached, more: of one dtype, and of one shape but for ``dim``.
-        dst: the same, and as long as both.
+        cached, more: of one dtype and one shape except ``dim``; or ``cached`` int8 rows, and
+            ``more`` float with four columns fewer.
+        dst: of the dtype of ``cached``, and as long as both.
     """
 
     def __init__(self, dim: int) -> None:

@@ -35,9 +35,9 @@ def leave_cached(plan: Plan) -> Plan:
 
 
 def _compressed(plan: Plan, ops: dict[fx.Node, Op]) -> dict[fx.Node, Op]:
-    """Return what a cache of compressed rows changes, where the configuration wants one.
+    """Return the operations that a compressed cache changes.
 
-    An attention reads either both of its operands so, or none; and so does each reader of these.
+    An attention reads both operands compressed or neither, and every other reader must allow that.
     """
     grown = {op.node: op for op in ops.values() if op.reason == reasons.GROWS and _wants(plan, op)}
     reads = {op.node: op for op in ops.values() if op.reason == reasons.CACHED}
@@ -67,12 +67,13 @@ def _reads_rows(op: Op, grown: Container[fx.Node]) -> bool:
     if a.why_varying("query", "key", "value", "attn_mask") or a.dropout_p or a.is_causal:
         return False
     sizes, *others = (node.meta["sizes"] for node in (query, *pair))
-    shared = a.enable_gqa or all(size[1] in ("1", sizes[1]) for size in others)
+    kinds = {node.meta["value"].dtype for node in op.srcs}
+    if len(sizes) != 4 or others[0][1] != others[1][1] or len(kinds) != 1:
+        return False
     mask = a.nodes.get("attn_mask")
     dtype = torch.bool if mask is None else mask.meta["value"].dtype
-    kinds = {node.meta["value"].dtype for node in op.srcs}
-    shared = shared and len(sizes) == 4 and others[0][1] == others[1][1]
-    return shared and len(kinds) == 1 and dtype in (torch.bool, torch.float32)
+    fits = a.enable_gqa or all(size[1] in ("1", sizes[1]) for size in others)
+    return fits and dtype in (torch.bool, torch.float32)
 
 
 def _is_rows(node: fx.Node, readers: set[fx.Node]) -> bool:
@@ -85,7 +86,7 @@ def _is_rows(node: fx.Node, readers: set[fx.Node]) -> bool:
 
 
 def _keeps(user: fx.Node) -> bool:
-    """Return whether a reader asks for a size that compressed rows have, too, or gives them."""
+    """Return True for the output, and for sizes that compression keeps."""
     if user.op == "output":
         return True
     return user.target == "size" and len(user.args) == 2 and user.args[1] in (0, 1, 2)

@@ -88,7 +88,7 @@ class QConfig:
         group_size: values of a row of a 4-bit weight that share a scale: 32, 64 or 128; None is 32.
             The last group of a row may be smaller.
         cache_bits: 8 keeps keys and values of a cache of transformers as int8, with a scale for
-            each token and head; None keeps them float. An override of a module has its own.
+            each token and head; None keeps them float. An override replaces it for its module.
         min_sqnr: decibels that the result of a linear layer must keep with 4-bit weights, on the
             calibration data; the layer has 8 bits where it would keep less. None asks nothing.
         dynamic: choose activation parameters at run time; the observer is then not used.

@@ -78,7 +78,10 @@ CACHED = "it reads keys or values that a cache keeps in float"
 GROWS = "a cache keeps its keys or values in float"
 CACHED_8 = "it reads keys and values that a cache keeps in 8 bits"
 GROWS_8 = "a cache keeps its keys or values in 8 bits"
-NOT_8 = "a cache keeps its keys or values in float, which other code than PyTorch's attention reads"
+NOT_8 = (
+    "a cache keeps its keys or values in float: 8 bits need PyTorch's attention with a mask of "
+    "bool or float32"
+)
 NO_CACHE = "cache_bits has no effect: no graph takes calls with a cache of keys and values"
 ROTARY = "it turns queries or keys by their positions, in one operation of float32"
 

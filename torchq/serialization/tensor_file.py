@@ -63,8 +63,13 @@ def write_tensors(
     Raises:
         NotImplementedError: the format has no such dtype.
         OSError: the file cannot be written.
-        ValueError: there are more tensors than :func:`read_tensors` takes from such a file.
+        ValueError: there are more tensors than :func:`read_tensors` takes from such a file, or a
+            name has control characters.
     """
+    if bad := [name for name in tensors if not name.isprintable()]:
+        raise ValueError(
+            f"{op}: names of tensors must be printable, got {bad[0]!r}. Rename the module."
+        )
     header: JsonObject = {_METADATA: {**_RELEASE_0_1, _VERSION: str(_LATEST), **(metadata or {})}}
     views, end = [], 0
     order = sorted(tensors, key=lambda name: (*_alignment(tensors[name]), name))
@@ -82,8 +87,8 @@ def write_tensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     if why := why_refused(text, end or 1):
         raise ValueError(
-            f"{op}: tensors must be few or large, with printable names, so that reading them keeps "
-            f"to SECURITY.md, got {len(tensors)} of {end} bytes; {why}. Save parts of the model."
+            f"{op}: tensors must be few or large, so that reading them takes no more memory than "
+            f"SECURITY.md says, got {len(tensors)} of {end} bytes; {why}. Save parts of the model."
         )
     text += b" " * (-(8 + len(text)) % _ALIGNED)
     write_file(op, path, [len(text).to_bytes(8, "little"), text, *views])
