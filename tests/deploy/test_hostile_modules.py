@@ -10,11 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.ao.quantization as torch_ao
 from torch import Tensor, nn
-from torch.ao.quantization import (
-    FusedMovingAvgObsFakeQuantize,
-    MovingAveragePerChannelMinMaxObserver,
-)
 
 import torchq
 from torchq.convert.dispatch import dispatch_of
@@ -24,6 +21,9 @@ from torchq.nn.module import QModule
 from torchq.serialization.tensor_file import read_tensors, write_tensors
 
 X = torch.randn(4, 8)
+each_library = pytest.mark.parametrize(
+    "library", ["torch.ao.quantization", "torchao.quantization.pt2e"]
+)
 
 
 def node(name: str) -> dict[str, str]:
@@ -84,11 +84,13 @@ def test_float_modules_that_a_graph_does_not_call(part: nn.Module, tmp_path: Pat
         torchq.load(path, model)
 
 
-def test_fake_quantizers_observe_nothing(tmp_path: Path) -> None:
+@each_library
+def test_fake_quantizers_observe_nothing(library: str, tmp_path: Path) -> None:
     """torch writes ranges for each row of the source, also where there are less of them."""
-    observer = MovingAveragePerChannelMinMaxObserver
+    kinds = pytest.importorskip(library)
+    observer = kinds.MovingAveragePerChannelMinMaxObserver
     symmetric = {"dtype": torch.qint8, "qscheme": torch.per_channel_symmetric}
-    part = FusedMovingAvgObsFakeQuantize(observer, quant_min=-128, quant_max=127, **symmetric)
+    part = kinds.FusedMovingAvgObsFakeQuantize(observer, quant_min=-128, quant_max=127, **symmetric)
     model = Host(part).eval()
     given = {"i": torch.full((300, 3), 7.4), "part.observer_enabled": part.observer_enabled + 0}
     given |= {"part.scale": torch.ones(300), "part.zero_point": torch.zeros(300).int()}
@@ -108,10 +110,10 @@ def test_fake_quantizers_observe_nothing(tmp_path: Path) -> None:
 SYMMETRIC = {"dtype": torch.qint8, "qscheme": torch.per_channel_symmetric}
 
 
-def fake_quantizer(channels: int) -> FusedMovingAvgObsFakeQuantize:
+def fake_quantizer(channels: int, library: Any = torch_ao) -> Any:
     """Return one that has seen data."""
-    part = FusedMovingAvgObsFakeQuantize(
-        MovingAveragePerChannelMinMaxObserver, quant_min=-128, quant_max=127, **SYMMETRIC
+    part = library.FusedMovingAvgObsFakeQuantize(
+        library.MovingAveragePerChannelMinMaxObserver, quant_min=-128, quant_max=127, **SYMMETRIC
     )
     part(torch.randn(channels, 8))
     return part
@@ -121,9 +123,12 @@ def fake_quantizer(channels: int) -> FusedMovingAvgObsFakeQuantize:
     "name",
     ["scale", "zero_point", *(f"activation_post_process.{end}_val" for end in ("min", "max"))],
 )
-def test_fake_quantizers_have_the_shapes_of_the_model(name: str, tmp_path: Path) -> None:
+@each_library
+def test_fake_quantizers_have_the_shapes_of_the_model(
+    name: str, library: str, tmp_path: Path
+) -> None:
     """torch read beyond the largest values where there were more smallest ones."""
-    model = Host(fake_quantizer(4)).eval()
+    model = Host(fake_quantizer(4, pytest.importorskip(library))).eval()
     given = {f"part.{key}": value for key, value in model.part.state_dict().items()}
     given |= {"i": torch.ones(4, 3)}
     loaded = torchq.load(calling(tmp_path / "m", model, [node("i")], given), model)

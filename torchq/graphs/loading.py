@@ -13,6 +13,9 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+_FAKES = ("torch.ao.quantization.", "torchao.quantization.")
+"""Where fake quantizers of torch.ao and torchao are, which share their kernels."""
+
 
 def by_owner(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of each module, by its name and their full names."""
@@ -83,12 +86,12 @@ def _within(names: list[str], name: str) -> list[str]:
 
 
 def _make_own(module: nn.Module, tensors: dict[str, Tensor], prefix: str) -> list[str]:
-    """Replace the tensors for a fake quantizer of torch.ao by copies; return errors for shapes.
+    """Replace the tensors for a fake quantizer of PyTorch by copies; return errors for shapes.
 
     Some take any shapes, and kernels of torch trust these to fit together. Calls write to scales
     and zero points, which a file can make second names of other tensors.
     """
-    if not any(cls.__module__.startswith("torch.ao.quantization.") for cls in type(module).__mro__):
+    if not any(cls.__module__.startswith(_FAKES) for cls in type(module).__mro__):
         return []
     errors, known = list[str](), {**module._parameters, **module._buffers}
     for key, given in tensors.items():
