@@ -68,7 +68,7 @@ def images() -> list[Tensor]:
 @pytest.mark.parametrize(
     ("make", "data", "config"),
     [
-        (Residual, images, torchq.QConfig()),
+        pytest.param(Residual, images, torchq.QConfig(), marks=pytest.mark.slow),
         (Tagger, lambda: [torch.randint(50, (2, 9)) for _ in range(3)], torchq.QConfig()),
         pytest.param(
             Block,

@@ -152,7 +152,7 @@ def test_every_kind_of_call_takes_the_graph(family: str) -> None:
         ("llama", False),
     ),
 )
-@pytest.mark.parametrize("way", GENERATED)
+@pytest.mark.parametrize("way", rest_slow(GENERATED, "greedy", "beams"))
 def test_generate(way: str, family: str, room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if room:  # as in large caches
         monkeypatch.setattr("torchq.nn.cached_cat._LEAST_BYTES", 0)

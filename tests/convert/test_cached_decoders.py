@@ -209,6 +209,7 @@ def test_other_caches_and_states_take_the_models_own_code() -> None:
     assert dispatch.graph_calls == before[0] + 1
 
 
+@pytest.mark.slow
 def test_a_static_conversion_is_saved_with_its_graphs(tmp_path: Path) -> None:
     float_model = model("whisper")
     data = [{**source("whisper", 2), "decoder_input_ids": tokens(2, n)} for n in (4, 7)]

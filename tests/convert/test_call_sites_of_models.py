@@ -83,6 +83,7 @@ def test_a_model_that_is_gone_is_not_kept_alive():
     assert gone() is None
 
 
+@pytest.mark.slow
 def test_copies_take_their_source_with_them() -> None:
     """Python and torch.fx keep the source of all code that they were given, 20 KB a graph."""
     src = torch.randn(2, 3, 12, 12)

@@ -121,7 +121,7 @@ def test_every_kind_of_call_takes_the_graph(family: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "room"), rest_slow([("llama", True), *RUNS], ("llama", True)))
-@pytest.mark.parametrize("way", calls.GENERATED)
+@pytest.mark.parametrize("way", rest_slow(calls.GENERATED, "greedy", "beams"))
 def test_generate(way: str, family: str, room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if room:  # as in large caches
         monkeypatch.setattr("torchq.nn.cached_cat._LEAST_BYTES", 0)
@@ -201,7 +201,9 @@ def test_float_caches_and_compressed_ones_go_on_anywhere() -> None:
         float_model(more, cache=rows)
 
 
-@pytest.mark.parametrize("family", ["spelled out", "some windows, spelled out"])
+@pytest.mark.parametrize(
+    "family", rest_slow(["spelled out", "some windows, spelled out"], "spelled out")
+)
 @torch.no_grad()
 def test_where_attention_is_spelled_out_the_cache_stays_float(family: str) -> None:
     converted, dispatch = quantized(model(family), config=CACHE_8)
@@ -229,6 +231,7 @@ def test_an_override_keeps_the_cache_of_a_layer_float() -> None:
     assert reasons.GROWS in text and reasons.GROWS_8 in text
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_what_else_reads_keys_leaves_both_float(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer's attention reads both or none; here it is told that one value has another reader."""

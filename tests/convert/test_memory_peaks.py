@@ -37,7 +37,7 @@ def memory(option: str, name: str, file: Path) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("name", rest_slow(["torchq dynamic", "torchq static"], "torchq dynamic"))
+@pytest.mark.parametrize("name", rest_slow(["torchq dynamic", "torchq static"]))
 def test_peak_of_quantizing(name: str, tmp_path: Path) -> None:
     """The float model is 1, its int8 weights are a quarter."""
     found = memory("--one", name, tmp_path / "model")

@@ -134,6 +134,7 @@ def test_a_dead_worker_takes_only_its_own_requests(address: str) -> None:
     assert len(workers) == 2 and victim not in workers
 
 
+@pytest.mark.slow
 def test_overload_and_stop(folder: Path) -> None:
     """One service for both: starting it takes most of the time."""
     large, small = [[3] * 64] * 3000, [[3] * 64]

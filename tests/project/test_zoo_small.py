@@ -99,6 +99,7 @@ def test_multiply_adds(module: nn.Module, shape: tuple[int, ...], expected: int)
     assert quality.macs(nn.Sequential(module), torch.zeros(shape)) == {"0": expected}
 
 
+@pytest.mark.slow
 def test_the_command_writes_times_and_tables(benchmarks: Any, tmp_path: Path) -> None:
     rows, page = tmp_path / "rows.json", tmp_path / "page.md"
     peers = [peer for peer in measure.PEERS if measure.installed(peer)]

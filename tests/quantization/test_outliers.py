@@ -197,6 +197,7 @@ def test_the_order_of_data_and_merged_shares_change_no_bit(tmp_path):
     assert torch.equal(torchq.convert(both)(src), expected)
 
 
+@pytest.mark.slow
 def test_files_pickles_and_programs_keep_the_bits(tmp_path):
     model, data = feed(), batches()
     prepared = torchq.calibrate(torchq.prepare(model, data[0]), data)
