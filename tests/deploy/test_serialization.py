@@ -110,6 +110,19 @@ def test_float_weights_of_any_strides(tmp_path: Path) -> None:
     assert torch.equal(torchq.load(tmp_path / "model", model)(x), converted(x))
 
 
+def test_float_weights_that_are_tied_in_the_file_alone(tmp_path: Path) -> None:
+    """Each name gets the dtype that the model has there."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.LayerNorm(8)).eval()
+    own = copy.deepcopy(model)
+    own[2].double()
+    model[2].weight = model[1].weight
+    x = torch.randn(4, 8)
+    torchq.save(eager.quantize(model, [x], x), tmp_path / "model")
+    loaded = torchq.load(tmp_path / "model", own)
+    assert [loaded[i].weight.dtype for i in (1, 2)] == [torch.float32, torch.float64]
+    assert torch.equal(loaded[1].weight, loaded[2].weight.float())
+
+
 def _no_leaf(layer: nn.Module) -> nn.Module:
     layer.twice = layer.weight * 2
     return layer

@@ -196,22 +196,24 @@ def _loaded(
 
 
 def _parameters(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parameters of a state, of the model's dtypes; one for all names of a tensor.
+    """Return the parameters of a state, with the dtypes and strides of the model's.
 
-    They have the model's strides, too: a float convolution rounds otherwise for other ones.
+    Names of one tensor share a parameter where these agree. A float convolution rounds otherwise
+    for other strides.
     """
-    made: dict[int, nn.Parameter] = {}
+    made: dict[object, nn.Parameter] = {}
     found: dict[str, Tensor] = {}
     for name, own in model.named_parameters(remove_duplicate=False):
         if (given := state.get(name)) is not None:
             if given.dtype.itemsize < min(own.dtype.itemsize, 2):  # it would grow four times
                 raise ValueError(f"'{name}' must be {own.dtype}, got {given.dtype}")
-            if id(given) not in made and given.shape == own.shape:
+            key = id(given), own.dtype, own.stride()
+            if key not in made and given.shape == own.shape:
                 value = given.to(own.dtype)
                 if value.stride() != own.stride():
                     value = torch.empty_like(own).copy_(value)
-                made[id(given)] = nn.Parameter(value, requires_grad=False)
-            found[name] = made.get(id(given), given)  # of another shape: load_state_dict says so
+                made[key] = nn.Parameter(value, requires_grad=False)
+            found[name] = made.get(key, given)  # of another shape: load_state_dict says so
     return found
 
 
