@@ -61,6 +61,10 @@ elif MACHINE == "aarch64":
         "neon_dotprod": [*NEON, "-march=armv8.2-a+dotprod"],
         "neon_i8mm": [*NEON, "-march=armv8.2-a+i8mm"],
     }
+# Families without products of bytes. Tiers that add an instruction for these take the objects of the
+# tiers without it (csrc/kernels/table.h).
+SHARED = {"attention", "embedding", "pool", "rows"}
+PRODUCTS = ("_vnni", "_dotprod", "_i8mm")
 
 # Folders of the library's other objects, which see torch.
 LIBRARY = ["csrc", "csrc/runtime", "csrc/epilogue", "csrc/ops/*"]
@@ -216,7 +220,10 @@ def kernel_objects() -> list[tuple[Path, str, list[str]]]:
     for tier, flags in TIERS.items():
         trait = "".join(part.capitalize() for part in tier.split("_"))
         for path in sorted(ROOT.glob("csrc/kernels/*/*.cpp")):
-            if (path.parent.name == "amx") == (tier == "amx"):
+            family = path.parent.name
+            if family in SHARED and tier.endswith(PRODUCTS):
+                continue
+            if (family == "amx") == (tier == "amx"):
                 isa = ["-include", f"isa/{tier}.h", f"-DTORCHQ_ISA={trait}"]
                 target = BUILD / "isa" / tier / f"{path.stem}.o"
                 objects.append((target, str(path.relative_to(ROOT)), [*common, *flags, *isa]))

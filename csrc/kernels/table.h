@@ -6,6 +6,8 @@
 // compute; every other tier returns the same bits.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/attention/contract.h"
 #include "kernels/conv/contract.h"
 #include "kernels/embedding/contract.h"
@@ -22,9 +24,35 @@ struct MatrixUnit;
 template <class... Family>
 struct Families : Family... {};
 
+/// The tier without its instruction for products of bytes.
+constexpr Tier without_products(Tier tier) {
+  switch (tier) {
+    case Tier::avx2_vnni:
+      return Tier::avx2;
+    case Tier::avx512_vnni:
+      return Tier::avx512;
+    case Tier::neon_dotprod:
+    case Tier::neon_i8mm:
+      return Tier::neon;
+    default:
+      return tier;
+  }
+}
+
+template <class T, class... Others>
+constexpr bool kIsOneOf = (std::is_same_v<T, Others> || ...);
+
+/// The tier that a tier's kernels of a family are compiled for: families that use no such
+/// instruction share theirs (SHARED in setup.py).
+template <Tier tier, class Family>
+constexpr Tier kCompiledFor =
+    kIsOneOf<Family, AttentionKernels, EmbeddingKernels, PoolKernels, RowKernels>
+        ? without_products(tier)
+        : tier;
+
 template <Tier tier, class... Family>
 Families<Family...> join_tables(const Families<Family...>*) {
-  return {Table<tier, Family>::entries...};
+  return {Table<kCompiledFor<tier, Family>, Family>::entries...};
 }
 
 /// The kernels of one tier, of all families.
