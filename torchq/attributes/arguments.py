@@ -95,15 +95,16 @@ def to_float32(where: str, value: float | Tensor) -> float:
     return rounded
 
 
-def to_int(where: str, value: int, low: int, high: int) -> int:
+def to_int(where: str, value: object, low: int, high: int) -> int:
     """Return the value as an int in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{where} must be an integer, got {value!r}. Pass an int.")
-    if not low <= value <= high:
+    number = int(value)
+    if not low <= number <= high:
         raise ValueError(
-            f"{where} must be in [{low}, {high}], got {value}. Pass a value in that range."
+            f"{where} must be in [{low}, {high}], got {number}. Pass a value in that range."
         )
-    return int(value)
+    return number
 
 
 def to_mask(where: str, mask: int) -> int:

@@ -209,7 +209,7 @@ class _Plain:
         in_place = name.endswith("_") and not name.endswith("__")
         call = functional(target) if in_place else None
         args: Any = fx.node.map_aggregate(node.args, self._known)
-        kwargs: Any = fx.node.map_aggregate(node.kwargs, self._known)
+        kwargs = fx.node.map_aggregate(node.kwargs, self._known)
         if name == "cat":
             args = (self._without_empty(args[0]), *args[1:])
         if name in _REGIONS:

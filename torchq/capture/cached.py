@@ -162,7 +162,7 @@ class _Form:
                 return None
         return own[0], [*own[1], *cross[1]]
 
-    def results(self, output: Any, tensors: list[Tensor], given: _Given) -> object:
+    def results(self, output: dict[str, object], tensors: list[Tensor], given: _Given) -> object:
         """Return what the model gives, once its keys and values are in the cache of the caller."""
         cache = given.get(self.cache)
         if cache is None and given.get("use_cache") is False:
@@ -181,7 +181,7 @@ def _fits(tensor: object, rows: set[int], size: int) -> bool:
     return tensor.shape[0] in rows and tensor.shape[1] == size
 
 
-def _split(past: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
+def _split(past: Sequence[object]) -> tuple[list[Any], tuple[Any, ...]]:
     """Return the keys and values that a graph takes for a cache, and the windows behind them."""
     tensors = [part for part in past if isinstance(part, Tensor | Argument)]
     return tensors, tuple(past[len(tensors) :])

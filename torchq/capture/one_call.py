@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from torchq.capture.module_kinds import is_foreign
+from torchq.models.trees import Args
 from torchq.nn.fake_scales import is_fake, is_watcher
 
 RECURRENT = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
@@ -123,7 +123,7 @@ for _, _packet in _FUNCTIONS:  # these have no kernel for sizes that vary
         _define_twin(getattr(_packet, _overload))
 
 
-_SAME_SIZE: dict[type[nn.Module], tuple[OpOverloadPacket, Callable[[Any], tuple[object, ...]]]] = {
+_SAME_SIZE: dict[type[nn.Module], tuple[OpOverloadPacket, Callable[[nn.Module], Args]]] = {
     nn.ReLU: (torch.ops.aten.relu, lambda m: ()),
     nn.SiLU: (torch.ops.aten.silu, lambda m: ()),
     nn.Hardswish: (torch.ops.aten.hardswish, lambda m: ()),

@@ -168,7 +168,7 @@ class Folder:
             if path.is_file() and not is_weight and not (folder / path.name).exists():
                 shutil.copy2(path, folder / path.name)
 
-    def _samples(self) -> Sequence[Any]:
+    def _samples(self) -> Sequence[Inputs]:
         """Return the model's inputs, one sample each; none without data."""
         if self.data is None:
             return []

@@ -267,7 +267,7 @@ def _converted(prepared: Model, strict: bool, every_leaf: bool, weights: PackedW
     return refusing_conversions(without_gradients(result.eval()))
 
 
-def _units(prepared: nn.Module, weights: PackedWeights) -> dict[int, Any]:
+def _units(prepared: nn.Module, weights: PackedWeights) -> dict[int, nn.Module]:
     """Return by id of each module that is quantized as one unit: what it becomes."""
     modules = dict(prepared.named_modules())
     units = {name: module for name, module in modules.items() if isinstance(module, SELF_CONTAINED)}

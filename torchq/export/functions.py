@@ -329,14 +329,19 @@ def _gather(g: OnnxGraph, src: Value, dim: int, index: Value) -> str:
 
 
 def _arange(
-    g: OnnxGraph, start: Number, end: Number | None = None, step: Number = 1, **options: Any
+    g: OnnxGraph,
+    start: Number,
+    end: Number | None = None,
+    step: Number = 1,
+    *,
+    dtype: torch.dtype | None = None,
+    **options: object,
 ) -> str:
     start, end = (0, start) if end is None else (start, end)
     numbers = [_operand(g, v, torch.int64, False) for v in (start, end, step)]
     empty = g.constant(torch.empty(0, dtype=torch.int64, device="cpu"))
     made = g.add("Range", *(g.add("Reshape", number, empty) for number in numbers))
-    dtype = options.get("dtype")
-    return made if dtype in (None, torch.int64) else _cast(g, made, dtype)
+    return made if dtype is None or dtype == torch.int64 else _cast(g, made, dtype)
 
 
 FUNCTIONS: dict[str, Callable[..., object]] = {

@@ -139,8 +139,8 @@ class OnnxGraph:
         self._nodes.append(self.onnx.helper.make_node("Identity", [x], [name], name))
         self._outputs.append(self._info(name, value.example, [None] * value.rank))
 
-    def model(self) -> Any:
-        """Return the checked ModelProto."""
+    def model(self) -> bytes:
+        """Return the checked ModelProto, serialized."""
         helper, opset = self.onnx.helper, self.onnx.helper.make_opsetid("", self.opset)
         used = {name for node in self._nodes for name in node.input}
         constants = [made for name, made in self._constants.items() if name in used]
@@ -150,7 +150,7 @@ class OnnxGraph:
             graph, opset_imports=[opset], ir_version=version, producer_name="torchq"
         )
         self.onnx.checker.check_model(model, full_check=True)
-        return model
+        return bytes(model.SerializeToString())
 
     def _info(self, name: str, example: Tensor, sizes: Sequence[object]) -> object:
         dtype = self.onnx.helper.np_dtype_to_tensor_dtype(example.numpy().dtype)

@@ -23,6 +23,7 @@ from torchq.graphs.data import name_of
 from torchq.graphs.direct import CHECK
 from torchq.graphs.module import QuantizedGraph
 from torchq.models.inputs import Inputs, split_inputs
+from torchq.models.trees import Args, Kwargs
 from torchq.nn.attention import DynamicQAttention
 from torchq.nn.dynamic_int4 import DynamicQLinearInt4
 from torchq.nn.grouped import GroupedLinearBase
@@ -61,7 +62,7 @@ def to_onnx(qmodel: nn.Module, path: str | os.PathLike[str], example_inputs: Inp
     writer = _Writer(graph, OnnxGraph(onnx))
     with torch.no_grad():
         writer.run(*tensors)
-    write_file("torchq.to_onnx", path, [writer.onnx.model().SerializeToString()])
+    write_file("torchq.to_onnx", path, [writer.onnx.model()])
 
 
 def _call(qmodel: nn.Module, example_inputs: Inputs) -> tuple[QuantizedGraph, Sequence[object]]:
@@ -98,7 +99,8 @@ class _Writer(fx.Interpreter):
         if n.name.startswith(CHECK):
             return result
         self.onnx.scope = str(n.target) if n.op in ("call_module", "get_attr") else n.name
-        args, kwargs = (fx.node.map_arg(a, self.forms.__getitem__) for a in (n.args, n.kwargs))
+        args = fx.node.map_arg(n.args, self.forms.__getitem__)
+        kwargs = fx.node.map_arg(n.kwargs, self.forms.__getitem__)
         try:
             self.forms[n] = self._form(n, result, args, kwargs)
         except UnsupportedError as error:
@@ -109,7 +111,7 @@ class _Writer(fx.Interpreter):
             ) from None
         return result
 
-    def _form(self, n: fx.Node, result: Any, args: Any, kwargs: Any) -> object:
+    def _form(self, n: fx.Node, result: Any, args: Args, kwargs: Kwargs) -> object:
         """Return what stands for the value of a node in ONNX."""
         for t in tree_leaves(result):
             if isinstance(t, Tensor) and t.dtype in HALVES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torchq.report import reasons
 
 try:
     import transformers
+    from transformers import PreTrainedModel
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
     from transformers.quantizers.auto import register_quantizer
 except ImportError as error:
@@ -64,7 +66,7 @@ def _class_of(facts: Mapping[str, object]) -> Any:
     names = facts.get("architectures")
     name = names[0] if isinstance(names, list) and names else ""
     found = getattr(transformers, name, None) if isinstance(name, str) else None
-    known = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    known = isinstance(found, type) and issubclass(found, PreTrainedModel)
     return found if known else transformers.AutoModel
 
 
@@ -131,15 +133,15 @@ class _Quantizer(TorchqQuantizer):
                 self._reasons[name] = "" if name in self._layers else reasons.FLOAT_IN_FOLDER
         return weight_conversions
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> Any:
+    def _process_model_after_weight_loading(
+        self, model: PreTrainedModel, **kwargs: object
+    ) -> PreTrainedModel:
         """Compute folded scales anew, which transformers takes for buffers that no file has."""
-        files: dict[Path, Any] = {}
+        opened_once = cache(partial(opened, self._folder))
         for name, module in self._float.items():
             layer = self._layers[name]
             assert isinstance(layer, Int4Layer)
-            if layer.file not in files:
-                files[layer.file] = opened(self._folder, layer.file)
-            leaf = int4_leaf(module, *layer.read(files[layer.file]), layer.group_size)
+            leaf = int4_leaf(module, *layer.read(opened_once(layer.file)), layer.group_size)
             model.set_submodule(name, take_hooks(leaf, module))
         model = super()._process_model_after_weight_loading(model, **kwargs)
         for name in self._layers:
@@ -164,7 +166,7 @@ class _Quantizer(TorchqQuantizer):
         return True
 
 
-def _why_not(model: Any, key: str, is_part: bool, layer: Int8Layer | Int4Layer) -> str:
+def _why_not(model: PreTrainedModel, key: str, is_part: bool, layer: Int8Layer | Int4Layer) -> str:
     """Return why a layer of the files has no form in the model, or ""."""
     if is_part:
         return f"is a part of a larger weight of {type(model).__name__}"

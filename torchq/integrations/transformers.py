@@ -181,7 +181,7 @@ class TorchqQuantizer(HfQuantizer):
         return dtype if dtype == torch.bfloat16 else torch.float32
 
     def _process_model_before_weight_loading(
-        self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: object
+        self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **kwargs: object
     ) -> object:
         self._files = checkpoint_files
         if not self.pre_quantized:

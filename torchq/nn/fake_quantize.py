@@ -360,7 +360,9 @@ class FakeQuantize(nn.Module):
             return self
         return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Tensor], prefix: str, *args: object
+    ) -> None:
         for name in ("input_low", "input_high", "output_low", "output_high"):
             given = state_dict.get(prefix + name)
             if given is not None and given.dtype != torch.float64:

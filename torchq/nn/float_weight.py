@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, SupportsIndex
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
@@ -31,7 +32,7 @@ class FloatWeight(Tensor):
 
     _is_param = True  # isinstance(weight, nn.Parameter)
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    _values: Callable[[], Any]
+    _values: Callable[[], Tensor]
     _label: str
 
     @staticmethod
@@ -89,11 +90,11 @@ class FloatWeight(Tensor):
         """Return itself: it has no gradient."""
         return self
 
-    def numpy(self, *, force: bool = False) -> Any:
+    def numpy(self, *, force: bool = False) -> np.ndarray:
         """Return the values as an array."""
         return self._values().numpy(force=force)
 
-    def tolist(self) -> Any:
+    def tolist(self) -> list[object]:
         """Return the values as numbers."""
         return self._values().tolist()
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -107,7 +106,7 @@ class QParams:
         """Build per-tensor parameters from numbers; ``scale`` is rounded to float32."""
         where = "torchq.QParams.per_tensor: "
         scale = to_float32(f"{where}scale", scale)
-        number: Any = zero_point.item() if isinstance(zero_point, Tensor) else zero_point
+        number = zero_point.item() if isinstance(zero_point, Tensor) else zero_point
         zero_point = to_int(f"{where}zero_point", number, INT32.min, INT32.max)
         scales = torch.tensor(scale, dtype=torch.float32, device="cpu")
         return cls(scales, torch.tensor(zero_point, dtype=torch.int32, device="cpu"), dtype)

@@ -11,7 +11,7 @@ import enum
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import fx
@@ -65,7 +65,7 @@ def _is_scale(value: object) -> bool:
     return all(v is None or (isinstance(v, int | float) and 2**-20 <= v <= 2**20) for v in values)
 
 
-_ARGUMENTS: dict[tuple[str, str], Callable[[Any], bool]] = {
+_ARGUMENTS: dict[tuple[str, str], Callable[[object], bool]] = {
     # with these, they write to the running statistics that they are given
     ("batch_norm", "training"): lambda value: value is False,
     ("instance_norm", "running_mean"): lambda value: value is None,
@@ -83,7 +83,9 @@ _ARGUMENTS: dict[tuple[str, str], Callable[[Any], bool]] = {
     ("expand", "implicit"): lambda value: value is False,
     # bytes that are neither 0 nor 1 are no values of bool
     ("view", "dtype"): lambda value: value is not torch.bool,
-    ("einsum", "equation"): lambda value: bool(_EQUATION.fullmatch(value)),
+    ("einsum", "equation"): lambda value: (
+        isinstance(value, str) and bool(_EQUATION.fullmatch(value))
+    ),
 }
 """Arguments that must be of the file, not computed, and have values for which this holds."""
 _SCALES = re.compile(r"scales?_?[dhw]?|scale_factors?")

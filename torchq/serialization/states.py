@@ -138,7 +138,7 @@ def set_apart(modules: Iterable[nn.Module]) -> None:
     parts = list(modules)
     packed = {id(m): _addresses(m) for m in parts if isinstance(m, QModule)}
     checked = set[int]().union(*packed.values())
-    copies: dict[tuple[int, type], Any] = {}
+    copies: dict[tuple[int, type], Tensor] = {}
     for module in parts:
         own = packed.get(id(module), set[int]())
         tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
