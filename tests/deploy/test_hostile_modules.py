@@ -264,3 +264,48 @@ def test_graphs_read_no_tensor_of_a_quantized_layer(tmp_path: Path) -> None:
     for given in (model, None):
         with pytest.raises(ValueError, match=f"names of Python, got '{bounds}'"):
             torchq.load(path, given)
+
+
+def test_layers_share_whole_packed_weights(tmp_path: Path) -> None:
+    """Another state for both gave one layer the bounds of the other: avx2 differed by 9."""
+    layers, path = nn.Sequential(nn.Linear(8, 48), nn.Linear(48, 48)), tmp_path / "m"
+    for layer in layers:
+        nn.init.constant_(layer.weight, 0.3)
+    torchq.save(torchq.quantize(layers.eval(), [X]), path)
+    tensors, metadata = read_tensors(path)
+    aliases = json.loads(bytes(tensors["torchq_aliases"].tolist()))
+    first, second = (aliases.get(k, k) for k in (f"{i}.layer.pair_bound" for i in (0, 1)))
+    assert torch.equal(tensors[first], tensors.pop(second))
+    moved = {name: first if own == second else own for name, own in aliases.items()}
+    text = json.dumps({**moved, second: first}).encode()
+    tensors["torchq_aliases"] = torch.tensor(list(text), dtype=torch.uint8)
+    write_tensors("test", path, tensors, metadata)
+    for given in (layers, None):
+        with pytest.raises(ValueError, match="share all of their tensors or none"):
+            torchq.load(path, given)
+
+
+def test_tied_layers_share_their_packed_weights(tmp_path: Path) -> None:
+    layers, path = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), tmp_path / "m"
+    layers[1].weight = layers[0].weight
+    qmodel = torchq.quantize(layers.eval(), [X])
+    torchq.save(qmodel, path)
+    for given in (layers, None):
+        assert torch.equal(torchq.load(path, given)(X), qmodel(X))
+
+
+@pytest.mark.parametrize("name", ["0.lookup.spec", ""])
+def test_a_graph_takes_all_of_its_tensors(name: str, tmp_path: Path) -> None:
+    """Without the spec of its table a layer left the table out."""
+    model, path = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8)).eval(), tmp_path
+    torchq.save(torchq.quantize(model, [X]), path / "m")
+    tensors, metadata = read_tensors(path / "m")
+    assert "torchq_graph.0.lookup.table" in tensors
+    if name:
+        del tensors[f"torchq_graph.{name}"]
+    else:
+        tensors["torchq_graph.0.lookup.more.values"] = torch.ones(3)
+    write_tensors("test", path / "m", tensors, metadata)
+    for given in (model, None):
+        with pytest.raises(RuntimeError, match=r"has \['(torchq_graph\.)?0\.lookup\..*too many"):
+            torchq.load(path / "m", given)

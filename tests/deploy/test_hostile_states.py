@@ -195,3 +195,24 @@ def test_many_4_bit_layers_open_their_file_once(
     monkeypatch.setattr("torchq.integrations.compressed_quantizer.opened", count)
     torchq.from_compressed_tensors(tmp_path)
     assert len(opened) == 2  # to look at, and to read
+
+
+def test_a_4_bit_layer_without_its_bias(tmp_path: Path) -> None:
+    """It was loaded without, and nobody was told."""
+    transformers = pytest.importorskip("transformers", minversion="5.24")
+    safetensors = pytest.importorskip("safetensors.torch")
+    config = transformers.Qwen2Config(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=4,
+    )  # fmt: skip
+    int4 = torchq.QConfig(dynamic=True, weight_bits=4)
+    model = transformers.Qwen2ForCausalLM(config).eval()
+    ids = torch.ones(1, 4, dtype=torch.long)
+    torchq.to_compressed_tensors(torchq.quantize(model, None, {"input_ids": ids}, int4), tmp_path)
+    torchq.from_compressed_tensors(tmp_path)
+    file, layer = tmp_path / "model.safetensors", "model.layers.0.self_attn.q_proj"
+    tensors = safetensors.load_file(file)
+    del tensors[f"{layer}.bias"]
+    safetensors.save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=f"'{layer}' has no bias"):
+        torchq.from_compressed_tensors(tmp_path)

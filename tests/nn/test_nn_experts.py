@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torchq
 from torchq.nn.experts import QExperts
 from torchq.nn.grouped import grouped_from_float
 from torchq.nn.packed_weights import PackedWeights
+from torchq.report import reasons
 
 EXPERTS, FEATURES, INNER, ROWS, CHOSEN = 5, 40, 24, 7, 2
 
@@ -127,3 +129,38 @@ def test_a_call_is_captured_whole() -> None:
     for count in (ROWS, 3):
         part = x[:count], index[:count], weights[:count]
         assert torch.equal(program.module()(*part), made(*part))
+
+
+class Learned(Experts):
+    """The slope of its activation is a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(True, False, False)
+        self.act_fn: nn.Module = nn.PReLU()
+
+
+class Mixture(nn.Module):
+    def __init__(self, slope: float) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(FEATURES, EXPERTS), Learned()
+        nn.init.constant_(self.experts.act_fn.weight, slope)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.router(x).softmax(-1).topk(CHOSEN)
+        result: Tensor = self.experts(x, index, weights)
+        return result
+
+
+@torch.no_grad()
+def test_an_activation_with_parameters_stays_float(tmp_path: Path) -> None:
+    """A file did not hold them: it was loaded with those of another model."""
+    torch.manual_seed(0)
+    model, x = Mixture(0.9).eval(), torch.randn(ROWS, FEATURES)
+    made = torchq.quantize(model, None, x, CONFIGS["int8"])
+    rows = {row.name: row.reason for row in vars(made)["torchq_report"]}
+    assert rows["experts"] == reasons.OWN_EXPERTS
+    torchq.save(made, tmp_path / "m")
+    loaded = torchq.load(tmp_path / "m", Mixture(0.1).eval())
+    assert torch.equal(loaded(x), made(x))
+    with pytest.raises(ValueError, match=r"experts only, got 'act_fn\.weight'\. Keep it float"):
+        quantized(model.experts)

@@ -63,7 +63,9 @@ def load_each(
                 if names[(at := bisect_left(names, inner)) : at + 1] != [inner]:
                     names.insert(at, inner)
                 owned.setdefault(inner, {}).update(part)
-        unexpected += [key for key in lacks_none if key.rpartition(".")[0] == name]
+        # its own, and those that it took out for a graph, which no module here is asked for
+        own_names = (k for k in lacks_none if k.rpartition(".")[0] == name or k not in kept)
+        unexpected += own_names
     unexpected += [key for name, own in owned.items() if name not in known for key in own]
     for module in reversed(known.values()):
         for hook in module._load_state_dict_post_hooks.values():

@@ -62,6 +62,11 @@ class Int4Layer:
     keys: Sequence[str]
     group_size: GroupSize
 
+    @property
+    def has_bias(self) -> bool:
+        """Return whether the files have a bias."""
+        return any(key.endswith(".bias") for key in self.keys)
+
     def read(self, file: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Return integers from -8 to 7, scales, zero points of these integers, and the bias.
 

@@ -178,6 +178,8 @@ def _why_not(model: PreTrainedModel, key: str, is_part: bool, layer: Int8Layer |
         return f"is a {type(module).__name__}"
     if module.weight.shape != layer.shape:
         return f"has shape {list(layer.shape)}, not {list(module.weight.shape)}"
+    if isinstance(layer, Int4Layer) and module.bias is not None and not layer.has_bias:
+        return "has no bias"  # of other layers transformers says so
     return ""
 
 

@@ -40,7 +40,7 @@ from torchq.models.inputs import Model, without_gradients
 from torchq.nn.batch_norm import weight_of
 from torchq.nn.embedding import QEmbedding
 from torchq.nn.experts import QExperts
-from torchq.nn.float_modules import is_experts
+from torchq.nn.float_modules import is_experts, other_tensors
 from torchq.nn.leaf import Leaf, QuantizedLeaf, take_hooks, without_hooks
 from torchq.nn.packed_weights import PackedWeights
 from torchq.quantization.config import QConfig
@@ -213,6 +213,8 @@ class TorchqQuantizer(HfQuantizer):
                 found[name] = reasons.NOT_CONVERTED
             elif isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
                 found[name] = reasons.READ_WEIGHT
+            elif is_experts(module) and other_tensors(module):
+                found[name] = reasons.OWN_EXPERTS
         return found
 
     def param_needs_quantization(self, model: object, param_name: str, **kwargs: object) -> bool:

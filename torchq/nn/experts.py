@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from torchq.nn.float_modules import expert_weights
+from torchq.nn.float_modules import expert_weights, other_tensors
 from torchq.nn.module import QModule, Spec
 
 if TYPE_CHECKING:
@@ -61,7 +61,16 @@ class QExperts(QModule):
         return cls(nn.Identity(), nn.Identity(), None)
 
     def adopt(self, module: nn.Module) -> None:
-        """Take the activation of a float module of the same class."""
+        """Take the activation of a float module of the same class.
+
+        Raises:
+            ValueError: it has tensors of its own, which the state of these experts lacks.
+        """
+        if others := other_tensors(module):
+            raise ValueError(
+                "torchq.nn.QExperts: module must have weights and biases of experts only, got "
+                f"'{others[0]}'. Keep it float: name it in overrides with None."
+            )
         gate = copy.copy(module)
         gate.__dict__["_parameters"] = {}
         self._gate = [gate]

@@ -143,3 +143,9 @@ def is_experts(module: nn.Module) -> bool:
 def expert_weights(module: nn.Module) -> tuple[str, str]:
     """Return the names of the weights of experts, in the order of their use."""
     return ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
+
+
+def other_tensors(module: nn.Module) -> list[str]:
+    """Return the names of tensors of experts that are no weights or biases: of an activation."""
+    own = {f"{name}{end}" for name in expert_weights(module) for end in ("", "_bias")}
+    return [name for name in module.state_dict() if name not in own]

@@ -134,13 +134,17 @@ def set_apart(modules: Iterable[nn.Module]) -> None:
 
     The code of a model and the caller of a graph may write to what they are given, and the sums and
     bounds of packed weights were checked once.
+
+    Raises:
+        ValueError: packed weights share a part of their tensors. Another state for one of them
+            would change the other.
     """
     parts = list(modules)
     packed = {id(m): _addresses(m) for m in parts if isinstance(m, QModule)}
-    checked = set[int]().union(*packed.values())
+    checked = _checked(weight for weights in packed.values() for weight in weights)
     copies: dict[tuple[int, type], Tensor] = {}
     for module in parts:
-        own = packed.get(id(module), set[int]())
+        own = set[int]().union(*packed.get(id(module), ()))
         tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
         for held in tables:
             for name, tensor in held.items():
@@ -154,10 +158,22 @@ def set_apart(modules: Iterable[nn.Module]) -> None:
                     held[name] = copies[key]
 
 
-def _addresses(module: QModule) -> set[int]:
-    """Return where the tensors of a module's packed weights are."""
+def _checked(weights: Iterable[frozenset[int]]) -> set[int]:
+    """Return the addresses of all packed weights."""
+    known: dict[int, frozenset[int]] = {}
+    for weight in weights:
+        if any(known.setdefault(address, weight) != weight for address in weight):
+            raise ValueError(
+                "torchq.load: packed weights of layers must share all of their tensors or none, "
+                "got layers that share a part. Was it written by torchq.save?"
+            )
+    return {*known}
+
+
+def _addresses(module: QModule) -> list[frozenset[int]]:
+    """Return where the tensors of each packed weight of a module are."""
     weights = module._packed_weights().values()
-    return {part.data_ptr() for weight in weights for part in weight.tensors().values()} - {0}
+    return [frozenset(p.data_ptr() for p in w.tensors().values()) - {0} for w in weights]
 
 
 def build(spec: dict[str, object]) -> QModule:

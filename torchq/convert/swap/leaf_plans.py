@@ -16,7 +16,7 @@ from torchq.capture.ops import Role
 from torchq.convert.self_contained import observed
 from torchq.convert.swap.calls import Recording
 from torchq.convert.swap.observed import ObservedLeaf
-from torchq.nn.float_modules import is_experts
+from torchq.nn.float_modules import is_experts, other_tensors
 from torchq.nn.leaf import take_hooks, without_hooks
 from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
 from torchq.planning.passes import decided
@@ -103,7 +103,7 @@ class Leaves:
         if config is None:
             return reasons.OVERRIDE
         if is_experts(layer):
-            return ""
+            return reasons.OWN_EXPERTS if other_tensors(layer) else ""
         if isinstance(layer, RECURRENT):
             return why_float(layer, config, dtypes - {torch.int64})  # of packed sequences
         if any(call.more for call in calls):
