@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens per second of language models that generate, beside the runtimes that users would pick.
+"""Tokens per second of models that generate text, beside the runtimes that users would pick.
 
 Each contender has a process of its own, which loads the model and keeps it. They generate in turns,
 one at a time. The weights are random, and the prompts are random tokens: neither changes the work.
@@ -25,26 +25,25 @@ from typing import Any
 import torch
 
 import torchq
-from benchmarks.generation.contenders import CONTENDERS, FLOAT
+from benchmarks.generation.contenders import FLOAT, contenders
 from benchmarks.generation.markdown import page
-from benchmarks.generation.shapes import SHAPES
+from benchmarks.generation.shapes import SHAPES, Speech
 from benchmarks.generation.worker import FailedError, Worker, written
 from benchmarks.timing import use_threads, write_text
 
 __all__ = ["add_arguments", "run"]
 
+_PAUSE = 0.05  # seconds: threads without work spin for some milliseconds
 _PACKAGES = "transformers", "ctranslate2", "openvino_genai", "llama_cpp_python"
 
 
 @dataclass
 class Results:
-    """The measurements and their machine: one row for a shape, a contender and a prompt."""
+    """The measurements and their machine: a row for a shape, threads, a contender and a prompt."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     memory: list[dict[str, Any]] = field(default_factory=list)
     failures: dict[str, dict[str, str]] = field(default_factory=dict)
-    threads: int = 1
-    count: int = 0
     cpu: str = field(default_factory=lambda: str(torchq.cpu_info()["model"]))
     isa: str = field(default_factory=torchq.isa)
     versions: dict[str, str] = field(default_factory=lambda: _versions())
@@ -58,63 +57,83 @@ def _versions() -> dict[str, str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    usual = [name for name in SHAPES if name != "tiny"]
+    usual = [name for name in SHAPES if "tiny" not in name]
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=usual)
     parser.add_argument("--contender", nargs="+", metavar="NAME", help="words of their names")
-    parser.add_argument("--prompts", type=int, nargs="+", default=[32, 256], help="in tokens")
-    parser.add_argument("--count", type=int, default=32, help="of tokens to generate, 2 or more")
+    parser.add_argument(
+        "--prompts", type=int, nargs="+", default=[32, 256], help="of text, in tokens"
+    )
+    parser.add_argument("--count", type=int, help="of tokens to generate, 2 or more")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--folder", help="keeps the models; what is there is not written again")
     parser.add_argument("--json", help="file for the results")
     parser.add_argument("--markdown", help="file for the page")
-    parser.add_argument("--render", metavar="JSON", help="measure nothing; the page of this file")
+    parser.add_argument(
+        "--render", metavar="JSON", nargs="+", help="measure nothing; the page of these files"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     if args.render:
-        results = json.loads(Path(args.render).read_text(encoding="utf-8"))
+        results = [json.loads(Path(file).read_text(encoding="utf-8")) for file in args.render]
     else:
         with tempfile.TemporaryDirectory() as folder:
-            results = asdict(_measured(args, Path(args.folder or folder)))
-    if args.json:
-        write_text(args.json, json.dumps(results, indent=1) + "\n")
+            results = [asdict(_measured(args, Path(args.folder or folder)))]
+        if args.json:
+            write_text(args.json, json.dumps(results[0], indent=1) + "\n")
     if args.markdown:
-        write_text(args.markdown, page(results))
+        write_text(args.markdown, page(*results))
     return 0
 
 
 def _measured(args: argparse.Namespace, folder: Path) -> Results:
-    use_threads(args.threads)
-    found = Results(threads=args.threads, count=args.count)
+    use_threads(max(args.threads))
+    found = Results()
     for shape in args.shape:
-        found.failures[shape] = {}
-        workers = {
-            name: worker
-            for name in CONTENDERS
-            if name == FLOAT or not args.contender or any(w in name for w in args.contender)
-            if (worker := _started(name, shape, folder / shape, found))
-        }
-        for length in args.prompts:
-            times = _turns(workers, length, args, found.failures[shape])
-            found.rows += [_row(shape, name, length, args.count, t) for name, t in times.items()]
-            _print(found.rows[-len(times) :])
-        found.rows = [r for r in found.rows if r["contender"] not in found.failures[r["shape"]]]
-        for name, worker in workers.items():
-            row = {"shape": shape, "contender": name, "load_s": worker.load_seconds}
-            found.memory.append({**row, "peak_mb": worker.close() / 1e6})
+        failures = found.failures[shape] = {}
+        for threads in args.threads:
+            _measure(shape, threads, args, folder / shape, found)
+        found.rows = [
+            r for r in found.rows if r["shape"] != shape or r["contender"] not in failures
+        ]
     return found
 
 
+def _measure(
+    shape: str, threads: int, args: argparse.Namespace, folder: Path, found: Results
+) -> None:
+    """Add the rows of a shape and a number of threads."""
+    failures, count = found.failures[shape], args.count or SHAPES[shape].count
+    workers = {
+        name: worker
+        for name in contenders(SHAPES[shape])
+        if name not in failures  # on fewer threads
+        if name == FLOAT or not args.contender or any(w in name for w in args.contender)
+        if (worker := _started(name, shape, threads, folder, failures))
+    }
+    for length in [4] if isinstance(SHAPES[shape], Speech) else args.prompts:
+        times = _turns(workers, length, count, args.rounds, failures)
+        common = {"shape": shape, "threads": threads, "prompt": length, "count": count}
+        rows = [{**common, "contender": name, **_medians(count, t)} for name, t in times.items()]
+        found.rows += rows
+        _print(rows)
+    for name, worker in workers.items():
+        row = {"shape": shape, "threads": threads, "contender": name}
+        seconds = worker.load_seconds
+        found.memory.append({**row, "load_s": seconds, "peak_mb": worker.close() / 1e6})
+
+
 def _turns(
-    workers: dict[str, Worker], length: int, args: argparse.Namespace, failures: dict[str, str]
+    workers: dict[str, Worker], length: int, count: int, rounds: int, failures: dict[str, str]
 ) -> dict[str, list[tuple[float, float]]]:
     """Return the times of each contender; one that fails leaves the workers."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in workers}
-    for turn in range(args.rounds + 1):  # the first finds kernels, or compiles them
+    for turn in range(rounds + 1):  # the first finds kernels, or compiles them
         for name, worker in [*workers.items()]:
+            time.sleep(_PAUSE)
             try:
-                taken = worker.generate(length, args.count, turn)
+                taken = worker.generate(length, count, turn)
             except FailedError as error:
                 failures[name] = str(error)
                 del workers[name], times[name]
@@ -123,7 +142,9 @@ def _turns(
     return times
 
 
-def _started(name: str, shape: str, folder: Path, found: Results) -> Worker | None:
+def _started(
+    name: str, shape: str, threads: int, folder: Path, failures: dict[str, str]
+) -> Worker | None:
     """Return a worker with its model; what cannot be made is noted."""
     start = time.perf_counter()
     worker, said = None, "ready"
@@ -133,20 +154,18 @@ def _started(name: str, shape: str, folder: Path, found: Results) -> Worker | No
             if not done.exists():
                 written(shape, folder, contender)
                 done.touch()
-        worker = Worker(name, shape, folder, found.threads)
+        worker = Worker(name, shape, folder, threads)
     except FailedError as error:
-        found.failures[shape][name] = said = str(error)
+        failures[name] = said = str(error)
     print(f"{shape}, {name}: {said}, {time.perf_counter() - start:.0f} s", file=sys.stderr)
     return worker
 
 
-def _row(
-    shape: str, name: str, length: int, count: int, times: list[tuple[float, float]]
-) -> dict[str, Any]:
+def _medians(count: int, times: list[tuple[float, float]]) -> dict[str, Any]:
     prompts, steps = ([1e3 * seconds for seconds in each] for each in zip(*times, strict=True))
     steps = [ms / (count - 1) for ms in steps]
     return {
-        **{"shape": shape, "contender": name, "prompt": length, "rounds": len(times)},
+        "rounds": len(times),
         **{"prompt_ms": statistics.median(prompts), "token_ms": statistics.median(steps)},
         **{"token_low_ms": min(steps), "token_high_ms": max(steps)},
     }
@@ -154,7 +173,10 @@ def _row(
 
 def _print(rows: list[dict[str, Any]]) -> None:
     first = rows[0]
-    print(f"{first['shape']}, a prompt of {first['prompt']}, {first['rounds']} rounds")
+    print(
+        f"{first['shape']}, threads: {first['threads']}, a prompt of {first['prompt']}, "
+        f"{first['count']} tokens, {first['rounds']} rounds"
+    )
     for row in rows:
         spread = f"{row['token_low_ms']:.2f} to {row['token_high_ms']:.2f}"
         print(

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.generation.shapes import Shape, words, write_gguf
+from benchmarks.generation.shapes import Prompt, Shape, Speech, prompt, words, write_gguf
 
-__all__ = ["CONTENDERS", "FLOAT", "Contender"]
+__all__ = ["FLOAT", "Contender", "contenders"]
 
 FLOAT = "PyTorch, float32"
 Stamps = list[float]
@@ -48,7 +48,7 @@ class Contender(ABC):
         """Load what ``write`` wrote."""
 
     @abstractmethod
-    def generate(self, ids: list[int], count: int) -> Stamps:
+    def generate(self, src: Prompt, count: int) -> Stamps:
         """Generate ``count`` tokens greedily; return ``time.perf_counter`` after each."""
 
 
@@ -75,22 +75,25 @@ class Torch(Contender):
 
     def empty(self) -> torch.nn.Module:
         """Return the model without weights."""
-        from transformers import AutoModelForCausalLM
-
         with torch.device("meta"):
-            model: torch.nn.Module = AutoModelForCausalLM.from_config(self.shape.make_config())
+            model: torch.nn.Module = self.shape.auto.from_config(self.shape.make_config())
         return model.eval()
 
     def load(self) -> None:
-        from transformers import AutoModelForCausalLM
+        self.model = self.shape.auto.from_pretrained(self.folder, dtype=self.dtype).eval()
 
-        self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=self.dtype).eval()
+    def inputs(self, src: Prompt) -> dict[str, torch.Tensor]:
+        """Return what the model's ``forward`` gets."""
+        ids = torch.tensor([src.ids])
+        if src.features is None:
+            return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        return {"input_features": src.features.to(self.dtype), "decoder_input_ids": ids}
 
-    def generate(self, ids: list[int], count: int) -> Stamps:
-        streamer, src = _Streamer(), torch.tensor([ids])
+    def generate(self, src: Prompt, count: int) -> Stamps:
+        streamer = _Streamer()
         self.model.generate(
-            src, attention_mask=torch.ones_like(src), streamer=streamer, do_sample=False,
-            min_new_tokens=count, max_new_tokens=count,
+            **self.inputs(src), streamer=streamer, do_sample=False, min_new_tokens=count,
+            max_new_tokens=count,
         )  # fmt: skip
         return streamer.stamps[1:]  # the first is the prompt's
 
@@ -124,8 +127,8 @@ class Torchq(Torch):
 
         super().load()
         config = torchq.QConfig(dynamic=True, weight_bits=self.bits, embedding_bits=8)
-        ids = torch.tensor([[*range(16)]])
-        torchq.save(torchq.quantize(self.model, [ids], config=config), self.path)
+        example = self.inputs(prompt(self.shape, 16))
+        torchq.save(torchq.quantize(self.model, None, example, config), self.path)
 
     def load(self) -> None:
         import torchq
@@ -140,7 +143,7 @@ class CTranslate2(Contender):
     def needs(self) -> None:
         import ctranslate2  # noqa: F401
 
-        self.names = words(self.shape.vocabulary)
+        self.names = words(self.shape.words)
 
     def write(self) -> None:
         from ctranslate2.converters import TransformersConverter
@@ -157,13 +160,52 @@ class CTranslate2(Contender):
             compute_type="int8_float32",
         )  # fmt: skip
 
-    def generate(self, ids: list[int], count: int) -> Stamps:
+    def generate(self, src: Prompt, count: int) -> Stamps:
         stamps = Stamps()
         self.model.generate_batch(
-            [[self.names[i] for i in ids]], max_length=count, min_length=count, end_token=[],
+            [[self.names[i] for i in src.ids]], max_length=count, min_length=count, end_token=[],
             include_prompt_in_result=False, callback=lambda _: stamps.append(time.perf_counter()),
         )  # fmt: skip
         return stamps
+
+
+@dataclass
+class CTranslate2Speech(CTranslate2):
+    """The same for speech, called as faster-whisper calls it."""
+
+    def load(self) -> None:
+        import ctranslate2
+
+        self.model = ctranslate2.models.Whisper(
+            str(self.folder / "ctranslate2"), device="cpu", intra_threads=self.threads,
+            compute_type="int8_float32",
+        )  # fmt: skip
+
+    def generate(self, src: Prompt, count: int) -> Stamps:
+        """Return evenly spaced times: the runtime tells nothing between the tokens.
+
+        Decoding one token and decoding all of them are two calls on the same encoded audio.
+        """
+        import ctranslate2
+
+        assert src.features is not None
+        features = ctranslate2.StorageView.from_array(src.features.numpy())
+        encoded = self.model.encode(features)
+        start = time.perf_counter()
+        self._decode(encoded, src.ids, 1)
+        first = time.perf_counter()
+        self._decode(encoded, src.ids, count)
+        rest = (time.perf_counter() - first) - (first - start)
+        return [first + rest * i / (count - 1) for i in range(count)]
+
+    def _decode(self, encoded: Any, ids: list[int], count: int) -> None:
+        """Decode ``count`` tokens: the runtime stops at half of ``max_length``, too."""
+        (found,) = self.model.generate(
+            encoded, [ids], beam_size=1, max_length=max(2 * count, count + len(ids) - 1),
+            suppress_blank=False, suppress_tokens=[self.shape.words],
+        )  # fmt: skip
+        if len(found.sequences_ids[0]) != count:
+            raise RuntimeError(f"{len(found.sequences_ids[0])} tokens came, not {count}")
 
 
 @dataclass
@@ -190,10 +232,10 @@ class LlamaCpp(Contender):
             verbose=False,
         )  # fmt: skip
 
-    def generate(self, ids: list[int], count: int) -> Stamps:
+    def generate(self, src: Prompt, count: int) -> Stamps:
         self.model.reset()  # or it keeps the prompt's keys and values
         stamps = Stamps()
-        for _ in self.model.generate(ids, temp=0.0, repeat_penalty=1.0, reset=True):
+        for _ in self.model.generate(src.ids, temp=0.0, repeat_penalty=1.0, reset=True):
             stamps.append(time.perf_counter())
             if len(stamps) == count:
                 break
@@ -231,12 +273,12 @@ class OpenVino(Contender):
             str(self.path), "CPU", INFERENCE_NUM_THREADS=self.threads
         )
 
-    def generate(self, ids: list[int], count: int) -> Stamps:
+    def generate(self, src: Prompt, count: int) -> Stamps:
         import openvino
         import openvino_genai
 
-        src = openvino.Tensor(torch.tensor([ids]).numpy())
-        mask = openvino.Tensor(torch.ones(1, len(ids), dtype=torch.int64).numpy())
+        ids = openvino.Tensor(torch.tensor([src.ids]).numpy())
+        mask = openvino.Tensor(torch.ones(1, len(src.ids), dtype=torch.int64).numpy())
         config = openvino_genai.GenerationConfig(max_new_tokens=count, ignore_eos=True)
         stamps = Stamps()
         status = openvino_genai.StreamingStatus.RUNNING
@@ -249,15 +291,18 @@ class OpenVino(Contender):
             def end(self) -> None:
                 pass
 
-        self.model.generate(openvino_genai.TokenizedInputs(src, mask), config, Streamer())
+        self.model.generate(openvino_genai.TokenizedInputs(ids, mask), config, Streamer())
         return stamps
 
 
-def _of(cls: type[Contender], **own: Any) -> Callable[[Shape, Path, int], Contender]:
+Make = Callable[[Shape, Path, int], Contender]
+
+
+def _of(cls: type[Contender], **own: Any) -> Make:
     return lambda shape, folder, threads: cls(shape, folder, threads, **own)
 
 
-CONTENDERS = {
+_TEXT = {
     FLOAT: _of(Torch),
     "PyTorch, bfloat16": _of(Torch, dtype=torch.bfloat16),
     "torch.compile, bfloat16": _of(Compiled, dtype=torch.bfloat16),
@@ -269,3 +314,13 @@ CONTENDERS = {
     "torchq, int8": _of(Torchq),
     "torchq, int4": _of(Torchq, bits=4),
 }
+_SPEECH = {
+    **{name: _TEXT[name] for name in (FLOAT, "PyTorch, bfloat16")},
+    "CTranslate2, int8": _of(CTranslate2Speech),
+    "torchq, int8": _TEXT["torchq, int8"],
+}
+
+
+def contenders(shape: Shape) -> dict[str, Make]:
+    """Return those that run such a model."""
+    return _SPEECH if isinstance(shape, Speech) else _TEXT

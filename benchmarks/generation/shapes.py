@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of small language models with random weights, and the files that the contenders read."""
+"""Shapes of small models with random weights, and the files that the contenders read."""
 
 from __future__ import annotations
 
@@ -8,13 +8,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["SHAPES", "Shape", "interleaved", "prompt", "words", "write_folder", "write_gguf"]
+from benchmarks.models.data import Spectrograms
+
+__all__ = [
+    "SHAPES", "Prompt", "Shape", "Speech", "interleaved", "prompt", "words", "write_folder",
+    "write_gguf",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a model generates from.
+
+    Attributes:
+        ids: its tokens.
+        features: the audio in front of them, (1, bins, frames), where the model hears.
+    """
+
+    ids: list[int]
+    features: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -25,15 +43,31 @@ class Shape:
         kind: its ``model_type``; also the name that GGUF has for it.
         config: what its configuration gets.
         about: for the page.
+        count: of tokens to generate.
     """
 
     kind: str
     about: str
     config: dict[str, Any]
+    count: int = 32
+    special: ClassVar[tuple[str, ...]] = ()
+    """The last names of the vocabulary, with a meaning of their own."""
 
     @property
     def vocabulary(self) -> int:
         return int(self.config["vocab_size"])
+
+    @property
+    def words(self) -> int:
+        """The tokens in front of the special ones."""
+        return self.vocabulary - len(self.special)
+
+    @property
+    def auto(self) -> Any:
+        """The class of transformers that makes such models."""
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM
 
     def make_config(self) -> Any:
         from transformers import AutoConfig
@@ -41,6 +75,37 @@ class Shape:
         return AutoConfig.for_model(
             self.kind, tie_word_embeddings=True, max_position_embeddings=2048, rms_norm_eps=1e-6,
             bos_token_id=None, eos_token_id=None, pad_token_id=None, **self.config,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Speech(Shape):
+    """Whisper: an encoder of 30 seconds of audio, and a decoder that begins with four tokens."""
+
+    count: int = 100
+    special = (
+        "<|endoftext|>", "<|nospeech|>",
+        "<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>",
+    )  # fmt: skip
+
+    @property
+    def start(self) -> list[int]:
+        return [*range(self.vocabulary - 4, self.vocabulary)]
+
+    @property
+    def auto(self) -> Any:
+        from transformers import AutoModelForSpeechSeq2Seq
+
+        return AutoModelForSpeechSeq2Seq
+
+    def make_config(self) -> Any:
+        from transformers import AutoConfig
+
+        end = self.words
+        return AutoConfig.for_model(
+            self.kind, bos_token_id=end, eos_token_id=end, pad_token_id=end,
+            decoder_start_token_id=self.start[0], suppress_tokens=[], begin_suppress_tokens=[],
+            **self.config,
         )  # fmt: skip
 
 
@@ -57,30 +122,43 @@ SHAPES = {
         "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
         "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
     }),
+    "whisper-base": Speech("whisper", "The shape of Whisper base", {
+        "vocab_size": 51_865, "d_model": 512, "encoder_layers": 6, "decoder_layers": 6,
+        "encoder_attention_heads": 8, "decoder_attention_heads": 8,
+        "encoder_ffn_dim": 2048, "decoder_ffn_dim": 2048,
+    }),
+    "tiny-whisper": Speech("whisper", "Only to try the command", {
+        "vocab_size": 512, "d_model": 64, "encoder_layers": 1, "decoder_layers": 2,
+        "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 128, "decoder_ffn_dim": 128,
+    }),
 }  # fmt: skip
 
 
-def prompt(shape: Shape, length: int, seed: int = 0) -> list[int]:
-    """Return random tokens behind the 256 of the single bytes.
+def prompt(shape: Shape, length: int, seed: int = 0) -> Prompt:
+    """Return random tokens behind the 256 of the single bytes; for speech, random audio.
 
     Another seed for each call, since some contenders keep what they know of a prompt.
     """
     generator = torch.Generator().manual_seed(1000 * seed + length)
-    return torch.randint(256, shape.vocabulary, (length,), generator=generator).tolist()
+    if isinstance(shape, Speech):
+        return Prompt(shape.start, Spectrograms(bins=80, frames=3000)(1, generator))
+    return Prompt(torch.randint(256, shape.words, (length,), generator=generator).tolist())
 
 
 def write_folder(shape: Shape, folder: Path) -> None:
     """Write a model of transformers with random bfloat16 weights, and a tokenizer."""
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(shape.make_config())
+    model = shape.auto.from_config(shape.make_config())
     model.bfloat16().save_pretrained(folder)
-    (folder / "vocabulary.json").write_text(json.dumps(_tokenizer(shape.vocabulary)))
+    (folder / "vocabulary.json").write_text(json.dumps(_tokenizer(shape.words)))
     first = words(256)[0]  # for each role that a converter asks for
     PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "vocabulary.json"),
         **{f"{role}_token": first for role in ("bos", "eos", "unk", "pad")},
+        additional_special_tokens=[*shape.special],
     ).save_pretrained(folder)
 
 

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.generation.contenders import CONTENDERS
+from benchmarks.generation.contenders import contenders
 from benchmarks.generation.shapes import SHAPES, prompt, write_folder
 from benchmarks.memory import peak_bytes, resident_bytes
 
@@ -92,14 +92,14 @@ def _write(connection: Connection, contender: str | None, shape: str, folder: Pa
     if contender is None:
         write_folder(SHAPES[shape], folder)
     else:
-        made = CONTENDERS[contender](SHAPES[shape], folder, 1)
+        made = contenders(SHAPES[shape])[contender](SHAPES[shape], folder, 1)
         made.needs()
         made.write()
     connection.send(None)
 
 
 def _serve(connection: Connection, contender: str, shape: str, folder: Path, threads: int) -> None:
-    made = CONTENDERS[contender](SHAPES[shape], folder, threads)
+    made = contenders(SHAPES[shape])[contender](SHAPES[shape], folder, threads)
     made.needs()
     before = resident_bytes()
     start = time.perf_counter()
@@ -107,9 +107,9 @@ def _serve(connection: Connection, contender: str, shape: str, folder: Path, thr
     connection.send(time.perf_counter() - start)
     while (asked := connection.recv()) is not None:
         length, count, seed = asked
-        ids = prompt(made.shape, length, seed)
+        src = prompt(made.shape, length, seed)
         start = time.perf_counter()
-        stamps = made.generate(ids, count)
+        stamps = made.generate(src, count)
         if len(stamps) != count:
             raise RuntimeError(f"{len(stamps)} tokens came where {count} were asked for")
         connection.send((stamps[0] - start, stamps[-1] - stamps[0]))
