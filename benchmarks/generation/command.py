@@ -41,6 +41,7 @@ _PACKAGES = "transformers", "ctranslate2", "openvino_genai", "llama_cpp_python"
 class Results:
     """The measurements and their machine: a row for a shape, threads, a contender and a prompt."""
 
+    options: str
     rows: list[dict[str, Any]] = field(default_factory=list)
     memory: list[dict[str, Any]] = field(default_factory=list)
     failures: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -89,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _measured(args: argparse.Namespace, folder: Path) -> Results:
     use_threads(max(args.threads))
-    found = Results()
+    found = Results(_options(args))
     for shape in args.shape:
         failures = found.failures[shape] = {}
         for threads in args.threads:
@@ -98,6 +99,16 @@ def _measured(args: argparse.Namespace, folder: Path) -> Results:
             r for r in found.rows if r["shape"] != shape or r["contender"] not in failures
         ]
     return found
+
+
+def _options(args: argparse.Namespace) -> str:
+    """Return the options of a measurement as they are written."""
+    text = ""
+    for name in ("shape", "contender", "prompts", "count", "rounds", "threads"):
+        given = getattr(args, name)
+        values = given if isinstance(given, list) else [given]
+        text += "" if given is None else " ".join([f" --{name}", *map(str, values)])
+    return text
 
 
 def _measure(

@@ -47,7 +47,7 @@ two such windows with all their tokens.
 """
 _MACHINE = """## {cpu}, {isa}
 
-Measured by `python -m benchmarks generate{option} --json {file}`
+Measured by `python -m benchmarks generate{options} --json {file}`
 on {threads} of one {cpu}, tier `{isa}`, with {versions}.
 """
 _NUMBERS = {1: "one", 2: "two"}
@@ -70,18 +70,17 @@ def _file(results: Mapping[str, Any]) -> str:
 def _machine(results: Mapping[str, Any]) -> list[str]:
     """Return the paragraphs of a machine."""
     rows = results["rows"]
-    counts, shapes = _values(rows, "threads"), _values(rows, "shape")
     parts = [
         _MACHINE.format(
-            option=" ".join([" --shape", *shapes, "--threads", *map(str, counts)]),
+            options=results["options"],
             file=_file(results),
-            threads=_threads(*counts),
+            threads=_threads(*_values(rows, "threads")),
             cpu=results["cpu"],
             isa=results["isa"],
             versions=", ".join(f"{name} {text}" for name, text in results["versions"].items()),
         )
     ]
-    for shape in shapes:
+    for shape in _values(rows, "shape"):
         own, memory = (
             [r for r in results[key] if r["shape"] == shape] for key in ("rows", "memory")
         )

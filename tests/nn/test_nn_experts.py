@@ -164,3 +164,9 @@ def test_an_activation_with_parameters_stays_float(tmp_path: Path) -> None:
     assert torch.equal(loaded(x), made(x))
     with pytest.raises(ValueError, match=r"experts only, got 'act_fn\.weight'\. Keep it float"):
         quantized(model.experts)
+
+
+def test_without_an_activation() -> None:
+    experts = QExperts.from_spec({})
+    with pytest.raises(RuntimeError, match=r"got none\. A file has none: pass torchq\.load"):
+        experts(*[torch.ones(1, 1)] * 3)

@@ -112,7 +112,8 @@ def results(shape: str, *threads: int) -> dict[str, Any]:
         ]
         memory += [{**common, "contender": name, "load_s": 1.0, "peak_mb": 9} for name in names]
     return {
-        "rows": rows, "memory": memory, "failures": {shape: {"llama.cpp, Q8_0": "ImportError: no"}},
+        "options": " ".join([" --threads", *map(str, threads)]), "rows": rows, "memory": memory,
+        "failures": {shape: {"llama.cpp, Q8_0": "ImportError: no"}},
         "cpu": "C", "isa": "avx2", "versions": {"torch": "2"},
     }  # fmt: skip
 
@@ -121,7 +122,7 @@ def test_rates_beside_float() -> None:
     text = page(results("tiny", 2))
     assert "| torchq, int8 | 5 (3.00x) | 200.0 (100.0 to 250.0) | 9 | 1.0 |" in text
     assert "on two threads of one C" in text and "- tiny, llama.cpp, Q8_0: ImportError: no" in text
-    assert "generate --shape tiny --threads 2 --json docs/data/generate_avx2.json" in text
+    assert "generate --threads 2 --json docs/data/generate_avx2.json" in text
     assert "generates 6 tokens" in text and "minute" not in text and "On two" not in text
 
 

@@ -78,6 +78,11 @@ class QExperts(QModule):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Run the experts that rows ask for."""
         gate: Any = self._gate[0]
+        if gate is None:
+            raise RuntimeError(
+                "torchq.nn.QExperts: their activation must be that of a float module, got none. A "
+                "file has none: pass torchq.load the float model, too."
+            )
         count: Any = self.up.groups
         asked = top_k_index.reshape(-1)
         chosen, order = torch.where(asked < 0, count, asked).sort()  # others come last
