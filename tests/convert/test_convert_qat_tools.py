@@ -145,3 +145,41 @@ def test_models_of_torchao(
     with torch.no_grad():
         for x in (*data, data[0][:1]):
             assert torchq.sqnr(model(x), converted(x)) > 35
+
+
+class Rounded(nn.Module):
+    """What it asks of a value keeps it from being captured, where ``own`` is set."""
+
+    def __init__(self, own: bool, weights: bool) -> None:
+        super().__init__()
+        qat = pytest.importorskip("torchao.quantization.qat")
+        config = qat.IntxFakeQuantizeConfig(torch.int8, "per_channel", is_dynamic=False)
+        rounding = qat.fake_quantizer.IntxFakeQuantizer(config)
+        linear = qat.FakeQuantizedLinear(32, 32, weight_config=config)
+        first = linear if weights else nn.Linear(32, 32)
+        self.layers = nn.Sequential(first, nn.Identity() if weights else rounding, nn.Linear(32, 8))
+        self.own = own
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.own and float(x.sum()) > 1e9:
+            x = -x
+        result: Tensor = self.layers(x)
+        return result
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("own", [True, False], ids=["parts", "whole"])
+@pytest.mark.parametrize("weights", [True, False], ids=["weights", "activations"])
+def test_scales_that_torchao_fixed_are_in_files(weights: bool, own: bool, tmp_path: Path) -> None:
+    """They were in no state: a loaded model chose others in its first call."""
+    model, x = Rounded(own, weights).eval(), torch.randn(4, 32)
+    with torch.no_grad():
+        model(x)
+        model.layers[0].weight.mul_(1.5)  # a step of training
+    converted = torchq.quantize(model, [x])
+    torchq.save(converted, tmp_path / "m")
+    loaded = torchq.load(tmp_path / "m", model)
+    for src in (3 * x, x, (3 * x)[None].expand(4, 4, 32) if weights else x):
+        assert torch.equal(loaded(src), converted(src))
+    with pytest.raises(ValueError, match=r"fake_quantizer\.scale' is|layers\.1\.scale' is"):
+        torchq.load(tmp_path / "m", Rounded(own, weights).eval())

@@ -192,3 +192,29 @@ def test_many_differences_are_counted(tmp_path: Path) -> None:
     torchq.save(torchq.quantize_dynamic(model(8)), tmp_path / "model")
     with pytest.raises(ValueError, match=r"; and 10 more\. Pass the architecture"):
         torchq.load(tmp_path / "model", model(16))
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.LayerNorm])
+def test_a_module_of_two_names_that_the_file_has_twice(kind: Any, tmp_path: Path) -> None:
+    """Both names got the values of the second one."""
+
+    class Stack(nn.Module):
+        def __init__(self, shared: bool) -> None:
+            super().__init__()
+            first, second = (kind(*[8] * (1 + (kind is nn.Linear))) for _ in range(2))
+            nn.init.normal_(second.weight)
+            self.first, self.second = first, first if shared else second
+            self.last = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return self.last(self.second(x if float(x.sum()) < 1e9 else -x))
+
+    rows, path = torch.randn(6, 8), tmp_path / "model"
+    for shared in (True, False):
+        model = Stack(shared).eval()
+        converted = torchq.quantize(model, [rows])
+        torchq.save(converted, path)
+        assert torch.equal(torchq.load(path, Stack(shared).eval())(rows), converted(rows))
+    with pytest.raises(ValueError, match=r"is that of 'first.*' in the model, another one"):
+        torchq.load(path, Stack(True).eval())

@@ -123,6 +123,31 @@ def test_float_weights_that_are_tied_in_the_file_alone(tmp_path: Path) -> None:
     assert torch.equal(loaded[1].weight, loaded[2].weight.float())
 
 
+class Kept(nn.Module):
+    """Keeps tied tensors where ``nn.Module`` does not see them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(16, 8), nn.Linear(8, 8)
+        self.register_buffer("shift", torch.randn(16))
+        self.kept = [self.table.weight, {"shift": self.shift}]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(self.table(x))
+        x = x if float(x.sum()) < 1e9 else -x
+        return x @ self.kept[0].T + self.kept[1]["shift"]  # type: ignore[call-overload]
+
+
+def test_tensors_that_a_model_keeps_in_lists(tmp_path: Path) -> None:
+    """They had the values of the model that was given, not of the file."""
+    model, other, ids = Kept().eval(), Kept().eval(), torch.arange(16)
+    given = copy.deepcopy(other.state_dict())
+    converted = torchq.quantize(model, [ids])
+    torchq.save(converted, tmp_path / "model")
+    assert torch.equal(torchq.load(tmp_path / "model", other)(ids), converted(ids))
+    assert all(torch.equal(value, given[key]) for key, value in other.state_dict().items())
+
+
 def _no_leaf(layer: nn.Module) -> nn.Module:
     layer.twice = layer.weight * 2
     return layer

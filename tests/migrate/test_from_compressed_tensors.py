@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import torchq
 from torchq.__main__ import main
+from torchq.integrations.compressed_files import INT, PACKED, pack_nibbles
 from torchq.nn.leaf import QuantizedLeaf
 
 transformers = pytest.importorskip("transformers", minversion="5.24")
@@ -24,6 +25,7 @@ IDS = torch.tensor([[5, 7, 11, 42, 90, 3], [1, 80, 4, 9, 10, 6]])
 WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 FIXED = {**TOKENS, "strategy": "tensor", "dynamic": False}
+ASYMMETRIC = {**FIXED, "symmetric": False}
 
 
 def llama(tied: bool = False) -> Any:
@@ -235,6 +237,55 @@ def test_damaged_tensors(key: str, value: Tensor | None, message: str, tmp_path:
         torchq.from_compressed_tensors(tmp_path)
 
 
+@pytest.mark.parametrize("part", ["weight_scale", "input_scale", "input_zero_point"])
+def test_an_int8_layer_that_lacks_a_part(part: str, tmp_path: Path) -> None:
+    """Its integers were taken for float weights, or its source was quantized otherwise."""
+    _, tensors = compressed(tmp_path, FIXED)
+    configure(tmp_path, {"g": {"weights": WEIGHTS, "input_activations": ASYMMETRIC}})
+    names = [key.removesuffix("weight_scale") for key in tensors if key.endswith("weight_scale")]
+    tensors |= {f"{name}input_zero_point": torch.tensor([-9], dtype=torch.int8) for name in names}
+    safetensors.save_file(tensors, tmp_path / "model.safetensors")
+    torchq.from_compressed_tensors(tmp_path)
+    changed = _changed(tensors, f"{UP}.{part}", None)
+    safetensors.save_file(changed, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"'{UP}' has no {part}"):
+        torchq.from_compressed_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["weight_scale", "weight_zero_point"])
+@pytest.mark.parametrize("is_preset", [False, True], ids=["group", "preset"])
+@pytest.mark.parametrize("form", [INT, PACKED])
+def test_a_4_bit_layer_that_lacks_a_part(
+    form: str, is_preset: bool, part: str, tmp_path: Path
+) -> None:
+    """Its zero points were taken for zeros."""
+    _, tensors = compressed(tmp_path)
+    group: Any = {"weights": {**FOUR, "group_size": 32, "symmetric": False}, "format": form}
+    configure(tmp_path, {"W4A16_ASYM": ["Linear"]} if is_preset else {"g": group})
+    for name in [k.removesuffix(".weight_scale") for k in tensors if k.endswith("weight_scale")]:
+        outputs, inputs = tensors.pop(f"{name}.weight").shape
+        codes = torch.randint(16, (outputs, inputs), dtype=torch.uint8)
+        zeros = torch.randint(16, (inputs // 32, outputs), dtype=torch.uint8)
+        own = {
+            "weight": codes.to(torch.int8) - 8,
+            "weight_zero_point": zeros.to(torch.int8).t() - 8,
+        }
+        if form == PACKED:
+            own = {
+                "weight_packed": pack_nibbles(codes),
+                "weight_zero_point": pack_nibbles(zeros).t(),
+            }
+            own["weight_shape"] = torch.tensor(codes.shape)
+        own["weight_scale"] = torch.rand(outputs, inputs // 32)
+        tensors |= {f"{name}.{key}": value.contiguous() for key, value in own.items()}
+    safetensors.save_file(tensors, tmp_path / "model.safetensors")
+    torchq.from_compressed_tensors(tmp_path)
+    changed = _changed(tensors, f"{UP}.{part}", None)
+    safetensors.save_file(changed, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"'{UP}' has no {part}"):
+        torchq.from_compressed_tensors(tmp_path)
+
+
 def test_many_names_beside_many_4_bit_layers(tmp_path: Path) -> None:
     """Each layer's name was looked for at each character of each other name: 1 MB took minutes."""
     config = transformers.BertConfig(
@@ -251,6 +302,7 @@ def test_many_names_beside_many_4_bit_layers(tmp_path: Path) -> None:
         if isinstance(module, nn.Linear):
             tensors[f"{name}.weight"] = torch.ones(8, 8, dtype=torch.int8)
             tensors[f"{name}.weight_scale"] = torch.ones(8, 1)
+            tensors[f"{name}.bias"] = torch.zeros(8)
     safetensors.save_file(tensors, tmp_path / "model.safetensors")
     configure(tmp_path, {"g": {"targets": ["Linear"], "weights": {**WEIGHTS, "num_bits": 4}}})
     begin = time.process_time()

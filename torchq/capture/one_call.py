@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchq.capture.module_kinds import is_foreign
 from torchq.models.trees import Args
-from torchq.nn.fake_scales import is_fake, is_watcher
+from torchq.nn.fake_scales import is_fake, is_watcher, keep_fixed
 
 RECURRENT = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 
@@ -215,6 +215,7 @@ def without_observers(model: nn.Module) -> nn.Module:
         parent = model.get_submodule(name.rpartition(".")[0])
         if name and is_watcher(module) and not is_fake(parent):
             model.set_submodule(name, nn.Identity())
+        keep_fixed(module)
         for flag in FLAGS:
             enabled = getattr(module, flag, None)
             if isinstance(enabled, Tensor):

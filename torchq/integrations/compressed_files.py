@@ -8,7 +8,7 @@ integers have a byte each in the format int-quantized, and half of one in pack-q
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -96,6 +96,21 @@ class Int4Layer:
             got = f"'{name}' has integers from {int(low)} to {int(high)}, not 4-bit ones"
             raise refused(self.file.parent, got)
         return integers
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Layers of one scheme.
+
+    Attributes:
+        targets: names, classes and patterns of layers.
+        bits: of their weights.
+        parts: tensors that each has beside its weight and scales.
+    """
+
+    targets: Collection[str]
+    bits: int
+    parts: Sequence[str]
 
 
 Layers: TypeAlias = dict[str, Int8Layer | Int4Layer]
@@ -206,21 +221,43 @@ def _has_form(group: object) -> bool:
     return all(part is None or isinstance(part, dict) for part in parts)
 
 
-def _targets_of_4_bits(scheme: JsonObject) -> set[str]:
-    """Return the targets of a checked scheme whose weights have 4 bits; "" for all of them.
+def _groups(scheme: JsonObject) -> list[_Group]:
+    """Return what the groups of a checked scheme say."""
+    found = []
+    for name, group in scheme["config_groups"].items():
+        if isinstance(group, list):
+            parts = ["weight_zero_point"] if name.endswith("_ASYM") else []
+            found.append(_Group({*map(str, group)}, 4 if name.startswith("W4") else 8, parts))
+            continue
+        weights, sources = group.get("weights") or {}, group.get("input_activations") or {}
+        parts = ["weight_zero_point"] if weights.get("symmetric") is False else []
+        if sources and not sources.get("dynamic", False):
+            parts += ["input_scale"]
+            parts += ["input_zero_point"] if sources.get("symmetric") is False else []
+        targets = {*map(str, group.get("targets") or [])}
+        found.append(_Group(targets, weights["num_bits"], parts))
+    return found
+
+
+def _of_4_bits(name: str, groups: Sequence[_Group]) -> bool:
+    """Return whether the scheme says so of a layer.
 
     Beside int8 ones, 4-bit integers of a byte with one scale a row are taken for int8 ones, unless
     the scheme names their layers.
     """
-    found, are_all = set[str](), True
-    for name, group in scheme["config_groups"].items():
-        is_preset = isinstance(group, list)
-        bits = 0 if is_preset else (group.get("weights") or {}).get("num_bits")
-        has_4 = name.startswith("W4") if is_preset else bits == 4
-        are_all &= has_4
-        if has_4:
-            found.update(map(str, group if is_preset else group.get("targets") or []))
-    return found | ({""} if are_all else set())
+    fours = [group for group in groups if group.bits == 4]
+    return len(fours) == len(groups) or any(name in group.targets for group in fours)
+
+
+def _missing(name: str, bits: int, groups: Sequence[_Group], shapes: Collection[str]) -> list[str]:
+    """Return tensors that a layer lacks, though its group has them.
+
+    Its group is one that names it, or any: of 4-bit layers any of 4 bits.
+    """
+    named = [group for group in groups if group.bits == bits and name in group.targets]
+    own = named or [group for group in groups if bits in (8, group.bits)]
+    parts = [part for group in own for part in group.parts]
+    return [p for p in parts if parts.count(p) == len(own) and f"{name}.{p}" not in shapes]
 
 
 def _why_not(group: JsonObject, form: object) -> list[str]:
@@ -290,15 +327,22 @@ def _read_layers(folder: Path, files: Iterable[Path], scheme: dict[str, object])
     names = [key.removesuffix(_SCALE) for key in shapes if key.endswith(_SCALE)]
     if not names:
         raise refused(folder, "no weight_scale in its files")
+    for key, (dtype, _) in shapes.items():  # transformers would take integers for float weights
+        name, _, last = key.rpartition(".")
+        integers = last == "weight_packed" or (last == "weight" and dtype == "I8")
+        if integers and f"{name}{_SCALE}" not in shapes:
+            raise refused(folder, f"'{name}' has no weight_scale")
     found: Layers = {}
-    targets = _targets_of_4_bits(scheme)
+    groups = _groups(scheme)
     for name in names:
         has_groups = small[f"{name}{_SCALE}"].shape[1:].numel() > 1
-        is_named = "" in targets or name in targets
-        if has_groups or is_named or f"{name}.weight_packed" in shapes:
+        if has_groups or _of_4_bits(name, groups) or f"{name}.weight_packed" in shapes:
             found[name] = _int4_layer(folder, name, shapes, small, places[name])
         else:
             found[name] = _layer(folder, name, shapes, small)
+        bits = 4 if isinstance(found[name], Int4Layer) else 8
+        if missing := _missing(name, bits, groups, shapes):
+            raise refused(folder, f"'{name}' has no {missing[0]}")
     return found
 
 

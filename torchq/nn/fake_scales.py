@@ -78,6 +78,15 @@ def _torchao_config(module: object) -> Any:
     return config if known else None
 
 
+def keep_fixed(module: nn.Module) -> None:
+    """Make buffers of what a fake quantizer of torchao chose in its first call, for states."""
+    config = _torchao_config(module)
+    if config is None or getattr(config, "is_dynamic", True):
+        return
+    for name in {"scale", "zero_point"} & vars(module).keys():
+        module.register_buffer(name, vars(module).pop(name))
+
+
 def is_watcher(module: nn.Module) -> bool:
     """Return whether a module of torch.ao passes values on: an observer, or one switched off."""
     off = hasattr(module, "fake_quant_enabled") and not is_fake(module)

@@ -40,7 +40,15 @@ from torchq.serialization.call_text import CALL_KEY, describe, restore
 from torchq.serialization.graph_text import GRAPH_KEY, decode, encode
 from torchq.serialization.plain_modules import plain_module
 from torchq.serialization.report_text import REPORT_KEY, read_report, write_report
-from torchq.serialization.states import inside, outer_of, quantized_modules, set_apart, under
+from torchq.serialization.states import (
+    held_by,
+    inside,
+    outer_of,
+    quantized_modules,
+    replace_held,
+    set_apart,
+    under,
+)
 from torchq.serialization.tensor_file import is_short, read_tensors, write_tensors
 
 ALIAS_KEY = "torchq_aliases"
@@ -177,6 +185,7 @@ def _loaded(
     else:
         loaded, state = _with_class(model, state, path)
     state |= _parameters(loaded, state)
+    before = held_by(loaded)
     missing, unexpected = load_each(loaded, state)
     if missing or unexpected:
         raise RuntimeError(
@@ -186,6 +195,7 @@ def _loaded(
         )
     graphs = [m for dispatch in dispatches(loaded) for m in dispatch.graph.modules()]
     set_apart([*loaded.modules(), *graphs])
+    replace_held(before)
     refuse_save_pretrained(loaded)
     if report is not None:
         told = read_report(report)
@@ -289,8 +299,7 @@ def _with_class(
     kept = {key.partition(".parametrizations.")[0] for key in state if ".parametrizations." in key}
     loaded = settled(loaded, kept)
     leave_fast_paths(loaded)
-    own = nn.Module.state_dict(loaded, keep_vars=True)
-    check_architecture(f"torchq.load: {path}", model, leaves, own, given)
+    check_architecture(f"torchq.load: {path}", model, leaves, loaded, given)
     _check_owners({name: _submodule(loaded, name, path) for name in texts})
     for name, (graph, call) in texts.items():
         made = _graph(graph, of_graphs[name], _submodule(loaded, name, path))

@@ -6,15 +6,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from torchq.capture.module_kinds import MATMUL
 from torchq.convert.swap.leaves import equivalent_layer
+from torchq.graphs.loading import by_owner
 from torchq.nn.batch_norm import weight_of
 from torchq.nn.experts import QExperts
 from torchq.nn.float_modules import expert_weights
 from torchq.nn.leaf import QuantizedLeaf
-from torchq.serialization.states import outer_of
+from torchq.serialization.states import outer_of, under
 
 _SHAPING = (
     *("in_features", "out_features", "in_channels", "out_channels", "kernel_size", "stride"),
@@ -30,7 +32,7 @@ def check_architecture(
     where: str,
     model: nn.Module,
     leaves: Mapping[str, nn.Module],
-    own: Mapping[str, Tensor],
+    loaded: nn.Module,
     given: Mapping[str, Tensor],
 ) -> None:
     """Raise ValueError if layers of a file take the places of other ones, or tensors do not fit.
@@ -39,11 +41,11 @@ def check_architecture(
         where: begins the message.
         model: float; the file replaces some of its layers.
         leaves: quantized layers of the file by name.
-        own: state of the model with these layers in their places.
+        loaded: the model with these layers in their places.
         given: state that the file has, without graphs.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    found = list[str]()
+    own, found = nn.Module.state_dict(loaded, keep_vars=True), list[str]()
     for name, leaf in leaves.items():
         if name in modules:
             found += _of_layers(name, leaf, modules[name])
@@ -51,6 +53,7 @@ def check_architecture(
             found.append(f"'{name}' is a {_kind(leaf)} in the file, not in the model")
     found += _of_tensors(*({k: v for k, v in state.items() if outer_of(k, leaves) is None}
                            for state in (given, own)))  # fmt: skip
+    found += _of_shared(loaded, given)
     if found:
         more = f"; and {len(found) - _MOST} more" if len(found) > _MOST else ""
         raise ValueError(
@@ -116,3 +119,23 @@ def _of_tensors(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Itera
             yield f"'{key}' is {in_file} in the file, not in the model"
         elif in_file != in_model:
             yield f"'{key}' is {in_file} in the file, {in_model} in the model"
+
+
+def _of_shared(model: nn.Module, given: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield modules that the model has under several names, and the file with several values.
+
+    Those of one name would be computed with under all of them.
+    """
+    names, owned = dict[nn.Module, str](), by_owner(given)
+    for name, module in model.named_modules(remove_duplicate=False):
+        first = names.setdefault(module, name)
+        for key, value in owned.get(name, {}).items() if first != name else ():
+            other = given.get(under(first, key.rpartition(".")[2]), value)
+            if other is not value and not _are_equal(other, value):
+                yield f"'{key}' is that of '{first}' in the model, another one in the file"
+                break
+
+
+def _are_equal(first: Tensor, second: Tensor) -> bool:
+    alike = (first.dtype, first.shape) == (second.dtype, second.shape)
+    return alike and torch.equal(first, second)

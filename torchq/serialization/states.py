@@ -129,6 +129,37 @@ def _fill(module: nn.Module, state: State, name: str, text: bytes) -> None:
             module._buffers[key] = given
 
 
+Held = list[tuple[dict[str, Any], str, Tensor]]
+"""Tables of modules, names in them, and their tensors."""
+
+
+def held_by(model: nn.Module) -> Held:
+    """Return the tensors of float modules, which :func:`replace_held` takes."""
+    found: Held = []
+    for module in model.modules():
+        tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+        if not isinstance(module, QModule):
+            found += [
+                (held, *item) for held in tables for item in held.items() if _is_plain(item[1])
+            ]
+    return found
+
+
+def replace_held(before: Held) -> None:
+    """Give tensors that a model had the values of those that it has now in their places.
+
+    Its code may keep them in lists, too, as tied weights.
+    """
+    for held, name, old in before:
+        new: Any = held.get(name)
+        if _is_plain(new) and new.device == old.device:
+            old.data = new.data
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (Tensor, nn.Parameter)
+
+
 def set_apart(modules: Iterable[nn.Module]) -> None:
     """Copy each tensor of a packed weight that another module has, too, once for all its names.
 
