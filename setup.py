@@ -61,8 +61,8 @@ elif MACHINE == "aarch64":
         "neon_dotprod": [*NEON, "-march=armv8.2-a+dotprod"],
         "neon_i8mm": [*NEON, "-march=armv8.2-a+i8mm"],
     }
-# Families without products of bytes. Tiers that add an instruction for these take the objects of the
-# tiers without it (csrc/kernels/table.h).
+# Families without products of bytes. Tiers that add an instruction for these take the objects of
+# the tiers without it (csrc/kernels/table.h).
 SHARED = {"attention", "embedding", "pool", "rows"}
 PRODUCTS = ("_vnni", "_dotprod", "_i8mm")
 
