@@ -24,7 +24,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a model generates from.
+    """The source of a generated text.
 
     Attributes:
         ids: its tokens.

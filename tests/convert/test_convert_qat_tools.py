@@ -148,7 +148,7 @@ def test_models_of_torchao(
 
 
 class Rounded(nn.Module):
-    """What it asks of a value keeps it from being captured, where ``own`` is set."""
+    """Branches on a value where ``own`` is set, so that it is not captured."""
 
     def __init__(self, own: bool, weights: bool) -> None:
         super().__init__()
